@@ -527,7 +527,7 @@ TOOLS = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
 @pytest.mark.parametrize('rows, kind, columns, wanted', [
     ([dict(Q, score_chosen=s, score_rejected=t)], 'preference', '', dict(preference=p))
     for s, t, p in (('', '', 2), (None, None, 2), ('7', 7, 1.5), ('nan', 'nan', 2), (8, 7, 2))] + [
-    (dict(P, question='How?'), 'preference', 'instruction=question', "'question' 'instruction', wh"),
+    (dict(P, question='How?'), 'preference', 'instruction=question', "'question' as 'instruction', w"),
     (dict(ASKS, input='', context='It rains.'), 'output', 'input=context', dict(input='It rains.')),
     *[(Q | {k: 'text' for k in names} | dict(chosen=one, rejected=two), 'preference', '',
        'the name of an answer') for names, one, two in (

@@ -146,7 +146,8 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
     "Cut two dialogues, or two answers to a `prompt`, into the prompt and the two answers."
     begun = str(prompt or '').strip()
     whole = not begun or begun.endswith(TURN.strip())   # texts of whole dialogues begin with it
-    if not begun and not any(re.search('(Human|Assistant):|{', str(a)) for a in answers):
+    bare = [isinstance(a, str) and not re.search('(Human|Assistant):', a) for a in answers]
+    if not begun and all(bare):
         raise ValueError('there is no column of prompts: name it in `columns`, as in '
                          'prompt=question')
     if whole and all(isinstance(a, str) and a.strip().startswith(begun) for a in answers):
@@ -562,8 +563,8 @@ def _rename(row, names):
             raise ValueError(f'columns names {theirs!r}; it has {", ".join(map(repr, row))}')
         if theirs not in row or ours in names or ours in CODES: continue
         if row.get(ours) not in (None, '', row[theirs]):
-            raise ValueError(f'columns names {theirs!r} {ours!r}, which the file has too. '
-                             'Rename or remove one of the two')
+            raise ValueError(f'columns names {theirs!r} as {ours!r}, which the file has '
+                             'too. Rename or remove one of the two')
     names = dict(names, model_a='generator_1', model_b='generator_2')   # of arenas
     kept = {k: v for k, v in row.items() if k not in names}
     return kept | {names[k]: v for k, v in row.items() if k in names}
