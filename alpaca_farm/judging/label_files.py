@@ -20,7 +20,7 @@ from alpaca_farm.core.data.dialogues import (as_turn, dialogue_text, full_instru
 from ..core.data.formats import (ANNOTATOR_FIELDS, as_records, check_code, CODES,
     find_reader, finite_number, notice, read_ended, with_prompt_parts)
 from ..core.ask.judge_configs import is_population
-from alpaca_farm.core.data.preferences import (ENDED, PAIR_FIELDS, pair_identity,
+from alpaca_farm.core.data.preferences import (ENDED, PAIR_FIELDS, pair_identity, plain_lines,
     read_preference, report_missing)
 from alpaca_farm.core.data.records import (check_field, check_record, check_records, FILE_SUFFIXES,
     read_rows, remarks)
@@ -221,7 +221,7 @@ def _read_labelled_pairs(rows, where, pairs=None):
         by_row = read in (_read_pandalm, _read_llmbar)   # verdicts name the row
         key = (where, i) if by_row else tuple(pair_identity(pair))   # in either order
         merged = pairs.setdefault(key, dict(pair, votes={}, row=i, source=_short_name(where)))
-        exchanged = pair['output_1'] != merged['output_1']
+        exchanged = plain_lines(pair['output_1']) != plain_lines(merged['output_1'])
         for name, vote in votes.items():
             told[_add_vote(merged['votes'], _one_name(name), 3 - vote if exchanged else vote)] += 1
     for what, n in told.items():

@@ -511,6 +511,110 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         assert '\n' not in str(error.value)
 
 
+def turned(*said): return [dict(role=('user', 'assistant')[i % 2], content=t)
+                           for i, t in enumerate(said)]
+
+
+P = dict(instruction='Why?', output_1='a', output_2='b', preference=1)
+Q = dict(prompt='Why?', chosen='yes', rejected='no')
+ASKS, DONE = dict(instruction='Why?', output='So.'), turned('Hi.', 'Yes?', 'Why?')
+WEIGHTED = [*DONE, dict(role='assistant', content='So.', weight=0)]
+VOTED = dict(conversation_a=turned('Why?', 'a'), conversation_b=turned('Why?', 'b'))
+ZERO = [dict(P, price_per_example=1, output_2=f'{i}', preference=i % 2) for i in range(4)]
+TOOLS = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
+
+
+@pytest.mark.parametrize('rows, kind, columns, wanted', [
+    ([dict(Q, score_chosen=s, score_rejected=t)], 'preference', '', dict(preference=p))
+    for s, t, p in (('', '', 2), (None, None, 2), ('7', 7, 1.5), ('nan', 'nan', 2), (8, 7, 2))] + [
+    (dict(P, question='How?'), 'preference', 'instruction=question', "'question' as 'instruction', w"),
+    (dict(ASKS, input='', context='It rains.'), 'output', 'input=context', dict(input='It rains.')),
+    *[(Q | {k: 'text' for k in names} | dict(chosen=one, rejected=two), 'preference', '',
+       'the name of an answer') for names, one, two in (
+        (('response_1', 'response_2'), 'response_1', 'response_2'), (('a', 'b'), 'b', 'a'),
+        (('response_1', 'response_2'), 1, 2), (('response_a', 'response_b'), 'model_B', 'model_A'))],
+    (dict(Q, chosen='2', rejected='1'), 'preference', '', dict(instruction='Why?')),
+    (dict(Q, chosen=str(turned('Why?', 'a')), rejected=str(turned('Why?', 'b'))), 'preference', '',
+     "column 'chosen' holds a list as text"),
+    (dict(prompt=json.dumps(DONE), completion='So.'), 'output', '', dict(messages=DONE)),
+    (dict(messages=json.dumps(turned('Why?', 'So.'))), 'output', '', dict(output='So.')),
+    (dict(prompt='List them.', completion='[{"name": "Bo"}]'), 'output', '',
+     dict(output='[{"name": "Bo"}]')),
+    (dict(ASKS, output='["a", "b"]'), 'output', '', 'output is a list as text in 1 of 1'),
+    *[(dict(ASKS, history=[['Hi.', 'Yes?'], *more]), 'output', '', dict(messages=DONE))
+      for more in ([['Why?', None]], [['Why?', 'So.']], [])],
+    (dict(ASKS, history=[['Why?', None]]), 'output', '', dict(instruction='Why?')),
+    (dict(ASKS, history=[['Hi.', None]]), 'output', '', "'history': an answer is empty"),
+    (dict(ASKS, history=[['Why?', 'Guess.']]), 'output', '',
+     dict(messages=turned('Why?', 'Guess.', 'Why?'))),
+    (dict(Q, chosen=turned('How?', 'a'), rejected=turned('How?', 'b')), 'preference', '',
+     'prompt differs from the first turn'),
+    (dict(messages=turned('Hi.', 'Yes?'), instruction='Use French.'), 'candidates', '',
+     '1 prompts have `instruction`, which the model'),
+    (dict(Q, instruction='Use French.'), 'preference', '', 'prompts have `instruction`'),
+    (dict(P, messages=DONE), 'preference', '', dict(messages=DONE, preference=1)),
+    (dict(P, messages=DONE[:1]), 'preference', '', 'another turn than the `instruction`'),
+    (ZERO, 'preference', '', 'labels are 0, 1, in an unknown code'),
+    (ZERO + [dict(ZERO[0], preference=-1)], 'preference', '', 'labels are -1, 0, 1, in an unknown'),
+    *[(dict(P, win2_prob=.75, **more), 'preference', '', dict(preference=1.75))
+      for more in ({}, dict(topic='x'))],
+    (dict(VOTED, winner='model_a', turn=3), 'preference', '', 'turn is 3, of 1 rounds'),
+    (dict(messages=WEIGHTED), 'output', '', 'the answer has weight 0'),
+    *[(dict(messages=[dict(DONE[0], **{k: ['x']}), DONE[1]]), 'output', '', f'has `{k}`, which the')
+      for k in ('images', 'documents', 'context')],
+    *[(dict(ASKS, system_prompt=cell), 'output', '', dict(instruction='Why?'))
+      for cell in ('NaN', 'null', 'N/A')],
+    (dict(ASKS, output='N/A'), 'output', '', "output is 'n/a' in 1 of 1"),
+    (dict(instruction='Why?', output=['a', 'b'], rank=[1, 2]), 'candidates', 'scores=rank',
+     'of ranks the lowest is the best'),
+    (dict(instruction='Why?', output=['a', 'b', 'c'], place=[1, 3, 2]), 'candidates',
+     'scores=place', 'Are they ranks'),
+    (dict(P, winner='model_b'), 'preference', '', '1 labels in `winner` contradict'),
+    (dict(P, preference='A', overall_preference=3), 'preference', '', 'in `overall_preference` con'),
+    ([dict(P, output_1='a\nb'), dict(P, output_1='a\r\nb')], 'preference', '', '1 labels repeat'),
+    (dict(system='Be kind.', question='Why?', chosen='x', rejected='y'), 'preference', '',
+     'as in prompt=question'),
+    (dict(Q, rejected=None), 'preference', '', "the field 'rejected' is empty"),
+    (dict(conversations=[{'from': 'human', 'value': 'Why?'}], chosen={'from': 'gpt', 'value': 'x'},
+          rejected={'from': 'gpt', 'value': 'y'}), 'preference', '', dict(messages=DONE[2:])),
+    (dict(instruction='Why?', output=['a', 'b'], scores=['3', '10']), 'preference', '',
+     dict(score_chosen=10.)),
+    (dict(instruction='Why?', output=['a', 'b'], scores=['good', 'bad']), 'preference', '',
+     "`scores` are .*not numbers"),
+    (dict(messages=TOOLS), 'instruction', '', '^$')])
+def test_odd_data_is_read_as_it_is_meant_or_told(tmp_path, capsys, rows, kind, columns, wanted):
+    path = write(tmp_path/'a.json', rows if isinstance(rows, list) else [rows])
+    found, said = [], ''
+    try: found = load_records(path, kind=kind, columns=columns)
+    except ValueError as e: said = str(e)
+    said += capsys.readouterr().out
+    if isinstance(wanted, str):
+        assert re.search(wanted, said)
+        return
+    best = found[0].get('preference')
+    if 'chosen' in (rows if isinstance(rows, dict) else rows[0]) and best in (1, 2):
+        assert found[0][f'output_{best:.0f}'] in ('yes', '2', 'x')
+        wanted = {k: v for k, v in wanted.items() if k != 'preference'}
+    assert {k: found[0][k] for k in wanted} == wanted
+
+
+@pytest.mark.parametrize('name, content, wanted', [
+    ('a.JSONL', as_lines(ROWS), ROWS), ('a.ndjson', as_lines(ROWS), ROWS),
+    ('a.JSONL.GZ', gzip.compress(as_lines(ROWS)), ROWS),
+    ('a.jsonl', gzip.compress(as_lines(ROWS), mtime=0), 'it is packed by gzip'),
+    ('a.json.gz', gzip.compress(gzip.compress(b'[]', mtime=0), mtime=0), 'it is packed by gzip'),
+    ('a.csv', b'PK\x03\x04\xff', 'it is a spreadsheet'), ('a.json', as_parquet(ROWS), 'Parquet'),
+    ('b.csv', 'instruction,output\n'.encode('utf-16'), 'it is UTF-16'),
+    ('a.csv', b'instruction;output\nWhy?;So.\n', "separated by ';'"),
+    ('c.csv', b'instruction\toutput\nWhy?\tSo.\n', 'separated by')])
+def test_a_file_is_read_as_what_it_is_or_named(tmp_path, name, content, wanted):
+    (tmp_path/name).write_bytes(content)
+    def read(): return load_records(str(tmp_path/name), kind='output')
+    if isinstance(wanted, list): assert read() == wanted
+    else:
+        with pytest.raises(ValueError, match=rf'{name}.*{wanted}'): read()
+
+
 def test_a_file_that_unpacks_to_more_than_the_memory_holds_is_refused(tmp_path, monkeypatch):
     memory = SimpleNamespace(available=4*10**6)
     monkeypatch.setattr('alpaca_farm.core.data.records.virtual_memory', lambda: memory)
@@ -689,7 +793,7 @@ def test_a_damaged_file_is_rows_or_refused_by_name(folder, suffix, where, cut, p
 
 
 OURS = {'instruction', 'input', 'output', 'output_1', 'output_2', 'preference', 'x'}
-COLUMNS = {c for r in READERS.values() for c in (*r.columns, *r.others)}
+COLUMNS = {c for r in READERS.values() for c in r.columns} | {'win2_prob'}
 columns = st.sampled_from(sorted(COLUMNS | {*CODES} | OURS))
 roles = st.sampled_from(['user', 'assistant', 'gpt', 'human', ''])
 message = st.dictionaries(st.sampled_from(['role', 'from', 'content', 'value']), roles | texts)

@@ -15,8 +15,8 @@ from functools import cache
 from math import isfinite, isnan
 from typing import Callable, NamedTuple
 
-from .dialogues import (as_messages, as_turn, naming, parse_dialogue,
-    prompt_messages, prompt_text, SYSTEM, TURN, turns_text, without_space)
+from .dialogues import (as_messages, as_turn, full_instruction, naming,
+    parse_dialogue, prompt_messages, prompt_text, SYSTEM, TURN, turns_text, without_space)
 from .preferences import ENDED, hash_uniform, is_preference, read_preference
 from ..run.files import root
 
@@ -25,8 +25,9 @@ FIELDS = dict(instruction={}, output=dict(output=str),
               candidates=dict(output=list), pair=dict(output_1=str, output_2=str),
               preference=dict(output_1=str, output_2=str, preference=float))
 ANNOTATOR_FIELDS = 'annotator_index', 'annotator_id', 'judge', 'worker', 'completed_by', 'annotator'
+_TEXTS = 'instruction', 'messages', 'output', 'output_1', 'output_2'
 OWN_FIELDS = {   # that are read wherever they stand, besides those of known formats
-    'instruction', 'input', 'messages', *SYSTEM, 'output', 'output_1', 'output_2', 'preference',
+    *_TEXTS, 'input', *SYSTEM, 'preference', 'win2_prob',
     *ENDED, 'source', 'scores', 'generator', 'generator_1', 'generator_2', 'model_a', 'model_b',
     'chosen_model', 'rejected_model', 'chosen_ended', 'rejected_ended', 'score_chosen',
     'score_rejected', 'turn', *ANNOTATOR_FIELDS, 'votes', 'label', 'strength',
@@ -47,6 +48,17 @@ def _parsed(value):
     return value
 
 
+def _messages_in(value, name):
+    "Read messages that stand as JSON in a column of text; ValueError for Python's notation."
+    if not (isinstance(value, str) and re.match(r'\s*\[\s*\{', value)): return value
+    found = _parsed(value)
+    is_message = [isinstance(m, dict) and bool({'role', 'from'} & m.keys()) for m in found]
+    if isinstance(found, list) and all(is_message): return found
+    if found == value and re.search("'(role|from)':", value):
+        raise ValueError(f'the column {name!r} holds a list as text. Save the file as JSON lines')
+    return value
+
+
 def finite_number(value) -> float | None:
     "Read a finite number, or its text; None for anything else."
     with suppress(TypeError, ValueError, OverflowError):
@@ -60,6 +72,7 @@ def _turns(value, role):
         if role == 'user' and text.lstrip().startswith('Human:') and text.endswith(TURN):
             return parse_dialogue(text)
         return [dict(role=role, content=value)]
+    if isinstance(value, dict): value = [value]
     if not (isinstance(value, list) and value):
         raise ValueError(f'{value!r:.60} is neither a text nor a list of messages')
     return [t for t in map(as_turn, value) if t['content'].strip() or t['role'] != 'system']
@@ -96,6 +109,8 @@ def _dialogue(rest, dialogue):
     n = len(turns)
     while n and turns[n - 1]['role'] == 'assistant': n -= 1
     if n == len(turns): return dict(messages=turns)
+    if isinstance(dialogue, list) and dialogue[-1].get('weight') == 0:
+        raise ValueError('the answer has weight 0: leave the row out, or remove the weight')
     for field in ('output', 'output_1'):
         if field in rest:
             raise ValueError(f'the dialogue ends with an answer, and there is {field!r} too')
@@ -131,6 +146,10 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
     "Cut two dialogues, or two answers to a `prompt`, into the prompt and the two answers."
     begun = str(prompt or '').strip()
     whole = not begun or begun.endswith(TURN.strip())   # texts of whole dialogues begin with it
+    bare = [isinstance(a, str) and not re.search('(Human|Assistant):', a) for a in answers]
+    if not begun and all(bare):
+        raise ValueError('there is no column of prompts: name it in `columns`, as in '
+                         'prompt=question')
     if whole and all(isinstance(a, str) and a.strip().startswith(begun) for a in answers):
         first, second = map(_answered, answers)
     else: first, second = (_turns(a, 'assistant') for a in answers)
@@ -139,6 +158,8 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
     if prompt:
         given = _turns(prompt, 'user')
         end = _repeated(given, turns)
+        if turns and not end and turns[0]['role'] == given[-1]['role'] == 'user':
+            raise ValueError('the prompt differs from the first turn of the dialogues')
         turns = turns[:max(0, end - len(given))] + given + turns[end:]
     answers = first[n:], second[n:]
     if turns and all(a and a[0]['role'] == 'assistant' for a in answers):
@@ -146,8 +167,17 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
     raise ValueError('the two dialogues have no turn of the assistant in common')
 
 
+# the place of an answer, or its column: b, 2, response_2, model_b
+_PLACE = re.compile('(?:(?:response|output|answer|model|completion)_?)?([a-d0-9])', re.I)
+
+
 def _chosen(rest, chosen, rejected, prompt=None):
     "Read a chosen and a rejected answer, with the names of their models, as a preference."
+    sides = {m[1].lower() for m in map(_PLACE.fullmatch, rest) if m}
+    places = [_PLACE.fullmatch(str(answer)) for answer in (chosen, rejected)]
+    if all(m and m[1].lower() in sides for m in places):
+        raise ValueError(f"'chosen' is {chosen!r}, the name of an answer. Write its text there")
+    if isinstance(chosen, dict) and not prompt: prompt = rest.pop('conversations', None)
     fields, answers = _cut(prompt, chosen, rejected)
     coin = ['chosen', *sorted([str(chosen), str(rejected)])]
     if prompt: coin.append(prompt_text(fields))
@@ -157,8 +187,8 @@ def _chosen(rest, chosen, rejected, prompt=None):
         for ours, theirs in (('generator', 'model'), ('ended', 'ended')):
             value = rest.pop(f'{name}_{theirs}', None)
             if value is not None: fields[f'{ours}_{place}'] = value
-    high = rest.get('score_chosen')
-    tie = high is not None and high == rest.get('score_rejected')
+    high, low = (finite_number(rest.get(f'score_{name}')) for name in ('chosen', 'rejected'))
+    tie = high is not None and high == low
     return dict(fields, preference=1.5 if tie else float(best))
 
 # %% ../../../nbs/core/data/formats.ipynb #dc91dcae
@@ -173,6 +203,7 @@ def _rounds_until(turn, conversation):
     number = finite_number(turn)
     if number is None or number < 1: raise ValueError(f'turn is {turn!r:.60}, not 1 or more')
     asked = [i for i, t in enumerate(conversation) if as_turn(t)['role'] == 'user']
+    if number > len(asked): raise ValueError(f'turn is {turn!r}, of {len(asked)} rounds')
     return conversation[:asked[int(number)]] if number < len(asked) else conversation
 
 
@@ -271,19 +302,17 @@ class Reader(NamedTuple):
     columns: tuple    # which a row must have
     read: Callable    # from the other columns and the values of these to our fields
     label: str = ''   # a column of labels, which may be empty, with a code of its own in CODES
-    others: tuple = ()   # the only other columns that a row may have; any if none is named
+    ours: bool = False   # whether it is known by our columns
 
     def fits(self, row: dict) -> bool:
         "Tell whether a row has the columns, with values."
         if any(row.get(c) is None for c in self.columns): return False
-        if self.label and self.label not in row: return False
-        return not self.others or row.keys() <= {*self.columns, *self.others}
+        return not self.label or self.label in row
 
 
 READERS = dict(
     rlcd=Reader("RLCD's pairs in our columns, dialogues as instructions", 'preference',
-                ('instruction', 'output_1', 'output_2'), _rlcd,
-                others=('input', 'preference', 'win2_prob', *ENDED)),
+                ('instruction', 'output_1', 'output_2'), _rlcd, ours=True),
     trl=Reader("TRL's preferences", 'preference', ('chosen', 'rejected', 'prompt'), _chosen),
     chosen=Reader('the same with an instruction', 'preference',
                   ('chosen', 'rejected', 'instruction'), _chosen),
@@ -320,7 +349,7 @@ def find_reader(row: dict, kinds) -> Reader | None:
     if 'pair' in kinds: kinds = {*kinds, 'preference'}
     unwanted = None
     for r in READERS.values():
-        if ours and not r.others or not r.fits(row): continue
+        if ours and not r.ours or not r.fits(row): continue
         if r.kind in kinds: return r
         unwanted = unwanted or r
     return unwanted
@@ -359,14 +388,32 @@ def _read_part(value, name):
     return turns
 
 
+def _before(past, row):
+    "Leave the present question and its answer out of the earlier turns, if they are the last."
+    answers = []
+    for name in ('output', 'output_1', 'output_2'):
+        value = row.get(name)
+        answers += value if isinstance(value, list) else [value]
+    asked = list(past)
+    answer = asked.pop()['content'] if past and past[-1]['role'] == 'assistant' else ''
+    again = _said(asked[-1:]) == _said([as_turn(as_messages(row)[-1])])
+    if again and (not answer.strip() or answer in answers or not any(answers)): past = asked[:-1]
+    if any(t['role'] == 'assistant' and not t['content'].strip() for t in past):
+        raise ValueError('an answer is empty. Remove it and its question')
+    return past
+
+
 def with_prompt_parts(row: dict) -> dict:
     "Put the earlier turns and the passage that stand in columns of their own into a row's prompt."
     for name in PROMPT_PARTS:
         asked = prompt_messages(row) or row.get('instruction')
         if not row.get(name) or not asked or not isinstance(asked, (list, str)): continue
-        with naming(f'the field {name!r}'): part = _read_part(row[name], name)
         rest = {k: v for k, v in row.items() if k != name}
-        if isinstance(part, list) and part:
+        with naming(f'the field {name!r}'):
+            part = _read_part(row[name], name)
+            if isinstance(part, list): part = _before(part, row)
+        if part == []: row = rest
+        elif isinstance(part, list):
             turns = [as_turn(m) for m in as_messages(row)]
             n = turns[0]['role'] == 'system'
             if _said(turns[n:n + len(part)]) != _said(part): turns[n:n] = part
@@ -428,6 +475,7 @@ def check_code(
     values = sorted({*numbers} - {None})
     if not values or values[0] >= 1: return
     known = any(columns <= row.keys() for columns in _ZERO_TIES)
+    known = known and values[-1] != 1   # where 2 is missing, 1 may be the second answer
     if not known or {v for v in values if v < 1} - {0, -1}:   # -1: no verdict
         raise ValueError(f'{where}: the labels are {", ".join(f"{v:g}" for v in values[:9])}, '
                          f'in an unknown code. {SAY_CODE}')
@@ -440,8 +488,9 @@ def _best_pair(row):
     answers = row.get('output')
     scores = row.get('scores')
     if not (isinstance(answers, list) and isinstance(scores, list)): return row
-    known = [s for s in scores if type(s) in (int, float) and finite_number(s) is not None]
-    if not len(answers) == len(scores) == len(known) > 0: return row
+    if not len(answers) == len(scores) > 0: return row
+    scores = list(map(finite_number, scores))
+    if None in scores: raise ValueError(f'`scores` are {row["scores"]!r:.60}, not numbers')
     best = scores.index(max(scores))
     others = [i for i, text in enumerate(answers) if text != answers[best]]
     if not others: return row | dict.fromkeys(FIELDS['preference'])   # no label
@@ -482,7 +531,7 @@ def notice(text: str):
 def known_fields() -> set[str]:
     "Return the names of all fields that are read of records, those of known formats included."
     names = {*OWN_FIELDS, *PROMPT_PARTS, *CODES}
-    for r in READERS.values(): names |= {*r.columns, *r.others}
+    for r in READERS.values(): names.update(r.columns)
     return names
 
 
@@ -494,6 +543,9 @@ def parse_columns(columns) -> dict[str, str]:
         if len(pair) != 2 or not all(pair):
             raise ValueError(f'columns = {columns!r}: write ours=yours, as in instruction=question')
         ours, yours = pair
+        if ours == 'scores' and yours.lower() in ('rank', 'ranks', 'ranking'):
+            raise ValueError(f'columns = {columns!r}: of ranks the lowest is the best, and of '
+                             'scores the highest. Turn them round')
         if ours not in known_fields():
             near = difflib.get_close_matches(ours, known_fields(), 1)
             meant = f'; did you mean {near[0]!r}?' if near else ''
@@ -509,9 +561,35 @@ def _rename(row, names):
     for theirs, ours in names.items():
         if theirs not in row and ours not in row:
             raise ValueError(f'columns names {theirs!r}; it has {", ".join(map(repr, row))}')
+        if theirs not in row or ours in names or ours in CODES: continue
+        if row.get(ours) not in (None, '', row[theirs]):
+            raise ValueError(f'columns names {theirs!r} as {ours!r}, which the file has '
+                             'too. Rename or remove one of the two')
     names = dict(names, model_a='generator_1', model_b='generator_2')   # of arenas
     kept = {k: v for k, v in row.items() if k not in names}
     return kept | {names[k]: v for k, v in row.items() if k in names}
+
+
+def _one_prompt(row):
+    "Take the dialogue of a row whose last turn is its instruction; ValueError if it is not."
+    turns = row.get('messages')
+    if not turns or not isinstance(turns, list) or row.get('instruction') is None: return row
+    last = as_turn(turns[-1])
+    if last['role'] != 'user': return row
+    asked = full_instruction(row), prompt_text(dict(messages=list(map(as_turn, turns))))
+    if last['content'].split() == asked[0].split() or asked[0] == asked[1]:
+        return {k: v for k, v in row.items() if k != 'instruction'} | dict(input='')
+    raise ValueError('`messages` end with another turn than the `instruction`. Remove one of them')
+
+
+def _compare_labels(row, notes):
+    "Count a label that contradicts the preference beside it."
+    for name in ('winner', 'overall_preference', 'preference_strength'):
+        if name not in row: continue
+        with suppress(ValueError, TypeError):
+            other = _coded_label(row, [name])['preference']
+            if (other - 1.5)*(_plain_label(row['preference']) - 1.5) < 0:
+                notes[f'labels in `{name}` contradict `preference`'] += 1
 
 
 def _as_record(row, kinds, names, notes):
@@ -519,6 +597,11 @@ def _as_record(row, kinds, names, notes):
     coded = {names[k] for k in row if k in names}
     row = _rename(row, names)
     reader = find_reader(row, kinds)
+    for name in ('chosen', 'rejected'):
+        if 'preference' in kinds and {'chosen', 'rejected'} <= row.keys() and row[name] is None:
+            raise ValueError(f'the field {name!r} is empty')
+    for name in (*_TEXTS, *(reader.columns if reader else ())):
+        if name in row: row[name] = _messages_in(row[name], name)
     if reader:
         coded.add(reader.label)
         rest = {k: v for k, v in row.items() if k not in reader.columns}
@@ -526,9 +609,13 @@ def _as_record(row, kinds, names, notes):
         except (TypeError, KeyError, AttributeError) as e:
             raise ValueError(f'no row of {reader.text} ({type(e).__name__}: {e})') from e
         notes.update(fields.pop('notes', ()))
-        if 'messages' in fields: rest.pop('instruction', None)
+        if {'messages', 'instruction'} & fields.keys():
+            asked = str(rest.pop('instruction', '') or '').split()
+            if asked and ' '.join(asked) not in ' '.join(prompt_text(fields).split()):
+                notes['prompts have `instruction`, which the model is not shown'] += 1
         row = rest | fields
-    row = with_prompt_parts(row)
+    row = _one_prompt(with_prompt_parts(row))
+    if 'preference' in row: _compare_labels(row, notes)
     if 'preference' in kinds and 'preference' not in row:
         columns = [c for c in CODES if c in row and (c in coded or 'winner' in c or 'tie' in c)]
         if columns and 'output_1' in row: row |= _coded_label(row, columns)
@@ -536,6 +623,13 @@ def _as_record(row, kinds, names, notes):
     label = row.get('label')
     if isinstance(label, str): row['label'] = _TRUTH.get(label.lower(), label)   # KTO's
     return row
+
+
+def _are_ranks(scores):
+    "Tell whether scores are the numbers from 1 to n, in any order."
+    if not isinstance(scores, list) or len(scores) < 2: return False
+    numbers = [finite_number(s) or 0 for s in scores]
+    return sorted(numbers) == list(range(1, len(scores) + 1))
 
 
 def as_records(
@@ -551,6 +645,9 @@ def as_records(
     for i, row in enumerate(rows):
         with naming(f'{where}, row {i}'): records.append(_as_record(row, kinds, names, notes))
         read_ended(records[-1], f'{where}, row {i}')
+    scores = [row.get(next((k for k in names if names[k] == 'scores'), 'scores')) for row in rows]
+    if scores and all(_are_ranks(values) for values in scores):
+        notice(f'{where}: the scores of each row are 1 to n. Are they ranks? The highest is best')
     for what, n in notes.items(): notice(f'{where}: {n} {what}')
     labels = [r.get('preference') for r in records]
     if 'preference' in kinds and records: check_code(labels, records[0], where)

@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 from psutil import virtual_memory
 
-from .dialogues import (as_messages, check_messages, dialogue_text, naming,
-    parse_dialogue, prompt_key, prompt_messages, prompt_text, with_system)
+from .dialogues import (as_messages, check_messages, EMPTY_CELLS, naming,
+    NOT_SHOWN, prompt_key, prompt_messages, prompt_text, with_system)
 from .formats import (ANNOTATOR_FIELDS, as_records, check_whole, FIELDS,
-    finite_number, known_formats, notice, OWN_FIELDS, parse_columns, PROMPT_PARTS, SAY_CODE)
-from .preferences import answer_of, ENDED, is_preference, pair_identity
+    finite_number, known_formats, notice, OWN_FIELDS, parse_columns, SAY_CODE)
+from .preferences import answer_of, ENDED, is_preference, pair_identity, plain_lines
 from .shown import describe_columns
 from ..run.files import at_root, looks_like_hub, missing_path
 from ..run.settings import as_list
 
 # %% ../../../nbs/core/data/records.ipynb #aab747f0
-FILE_SUFFIXES = ('.json', '.jsonl', '.csv', '.parquet', '.tsv',
-                 '.json.gz', '.jsonl.gz', '.csv.gz', '.parquet.gz', '.tsv.gz')
+FILE_SUFFIXES = ('.json', '.jsonl', '.ndjson', '.csv', '.parquet', '.tsv', '.json.gz',
+                 '.jsonl.gz', '.ndjson.gz', '.csv.gz', '.parquet.gz', '.tsv.gz')
 _SPLITS = dict(   # their names on the hub
     sft=['train_sft', 'train'], unlabeled=['train_gen', 'train'], candidates=['train'],
     preference=['train_prefs', 'train'],
@@ -137,10 +137,14 @@ def _read_json(path, text):
 def _read_csv(path, text):
     "Read the rows of a CSV or TSV text; ValueError names a wrong one."
     csv.field_size_limit(2**31 - 1)
-    delimiter = '\t' if '.tsv' in path.name else ','
+    delimiter = '\t' if '.tsv' in path.name.lower() else ','
     table = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter, strict=True)
     rows = []
     try:
+        for mark in ';\t|,':
+            if len(table.fieldnames or []) == 1 and mark in table.fieldnames[0]:
+                raise ValueError(f'{path}: the header is one column, {table.fieldnames[0]!r:.60}. '
+                                 f'Is it separated by {mark!r}? Save it with {delimiter!r}')
         for row in table:
             if None in row: raise csv.Error('more fields than the header has')
             rows.append(row)
@@ -155,7 +159,7 @@ def _read_csv(path, text):
 # %% ../../../nbs/core/data/records.ipynb #5bc5b7b4
 def _read_bytes(path) -> bytes:
     "Read a file, unpacked if its name ends in .gz; ValueError if that fills the memory."
-    if path.suffix != '.gz': return path.read_bytes()
+    if path.suffix.lower() != '.gz': return path.read_bytes()
     most = virtual_memory().available//4   # what is made of it takes more
     data = bytearray()
     with gzip.open(path) as file:
@@ -167,11 +171,19 @@ def _read_bytes(path) -> bytes:
     return bytes(data)
 
 
+_STARTS = {   # the first bytes of what is not UTF-8
+    b'\x1f\x8b': 'packed by gzip', b'PK': 'a spreadsheet or zip file', b'PAR1': 'Parquet',
+    b'\xff\xfe': 'UTF-16', b'\xfe\xff': 'UTF-16'}
+
+
 def read_text(path: Path) -> str:
     "Read a file without a byte-order mark; ValueError if it is truncated or not UTF-8."
     try: return _read_bytes(path).decode('utf-8-sig')
     except UnicodeDecodeError as e:
-        raise ValueError(f'{path}: byte {e.start} is not UTF-8. Save the file as UTF-8') from None
+        held = [what for start, what in _STARTS.items() if e.object.startswith(start)]
+        what = f'it is {held[0]}' if held else f'byte {e.start} is not UTF-8'
+        raise ValueError(f'{path}: {what}. Save the file as UTF-8, or give it the suffix of '
+                         'what it is') from None
     except (EOFError, OSError, zlib.error) as e:
         raise ValueError(f'{path}: cannot be read ({e})') from None
 
@@ -212,8 +224,8 @@ def _read_file(path):
         wanted = int(re.search(r'-of-(\d+)', files[0].name)[1])
         if len(files) == wanted: return sum(map(_read_file, files), [])
         raise ValueError(f'{path}: {len(files)} of {wanted} shards are there')
-    kind = Path(path.name.removesuffix('.gz')).suffix
-    if kind in ('.json', '.jsonl'): return _read_json(path, read_text(path))
+    kind = Path(path.name.lower().removesuffix('.gz')).suffix
+    if kind in ('.json', '.jsonl', '.ndjson'): return _read_json(path, read_text(path))
     if kind in ('.csv', '.tsv'): return _read_csv(path, read_text(path))
     if kind == '.parquet' or path.is_dir(): return _read_table(path)
     raise ValueError(f'{path}: this kind of file is not read. Its name must end in '
@@ -320,9 +332,12 @@ def _remarks_on_texts(rows, name):
     for row in rows: texts += [row[name]] if isinstance(row[name], str) else row[name]
     times = Counter(t.strip().lower() for t in texts)
     if name != 'input' and times['']: yield f'{name} is empty in {times[""]} of {len(texts)} texts'
-    for cell in ('nan', '<na>', 'none', 'null', '#n/a'):
+    for cell in EMPTY_CELLS:
         if times[cell]: yield (f'{name} is {cell!r} in {times[cell]} of {len(texts)} texts. '
                                'Empty cells?')
+    lists = sum(text.startswith('["') and text.endswith('"]') for text in texts)
+    if lists: yield (f'{name} is a list as text in {lists} of {len(texts)} texts. If these are '
+                     'several answers, save the file as JSON lines')
 
 
 def _one_spaced(text): return ' '.join(text.split())
@@ -336,15 +351,11 @@ def _begins_with_prompt(row, name):
     return any(_one_spaced(text).startswith(asked) for text in texts)
 
 
-_NOT_SHOWN = ('tools', 'functions', 'images', 'image', 'videos', 'video', 'audios', 'audio',
-              *PROMPT_PARTS)
-
-
 def unread_columns(rows: list[dict]) -> list[str]:
     "Name the columns of records that no one reads though their texts may belong to the prompts."
     found = []
     for name in dict.fromkeys(name for row in rows for name in row):
-        if name in OWN_FIELDS or name in _NOT_SHOWN: continue
+        if name in OWN_FIELDS or name in NOT_SHOWN: continue
         values = [r[name] for r in rows if isinstance(r.get(name), (str, list, dict)) and r[name]]
         words = [len(re.findall(r'[^\W\d_]{2}\S*', str(v))) for v in values]
         several = sum(n > 1 for n in words)
@@ -355,7 +366,7 @@ def unread_columns(rows: list[dict]) -> list[str]:
 
 def _remarks_on_columns(rows):
     "Yield which columns of the prompts are not read."
-    for name in _NOT_SHOWN:
+    for name in NOT_SHOWN:
         n = sum(str(r.get(name) or '') not in ('', '[]') for r in rows)
         if n: yield f'{n} of {len(rows)} prompts have `{name}`, which the model is not shown'
     unread = unread_columns(rows)
@@ -363,10 +374,13 @@ def _remarks_on_columns(rows):
                       f'prompt, name it in `columns`, as in input={unread[0]}')
 
 
+_TURN = re.compile('\n\n(Human|Assistant):')
+
+
 def _remarks_on_dialogues(rows):
     "Yield what is rarely meant in dialogues."
     dialogues = list(filter(None, map(prompt_messages, rows)))
-    forged = sum(parse_dialogue(dialogue_text(d)) != d for d in dialogues)
+    forged = sum(any(_TURN.search(m['content']) for m in d) for d in dialogues)
     if forged: yield (f'{forged} of {len(dialogues)} dialogues have a turn with "\\n\\nHuman:" or '
                       '"\\n\\nAssistant:" in it: without a chat template, it is read as several')
 
@@ -401,9 +415,9 @@ def _remarks_on_labels(rows):
     for r in rows:
         pair = tuple(pair_identity(r))
         texts = better.setdefault(pair, set())
-        side = np.sign(r['preference'] - 1.5)*(1 if r['output_1'] == pair[-2] else -1)
+        side = np.sign(r['preference'] - 1.5)*(1 if plain_lines(r['output_1']) == pair[-2] else -1)
         votes.add((pair, side, str([r.get(k) for k in ANNOTATOR_FIELDS])))
-        if r['preference'] != 1.5: texts.add(r['output_1' if r['preference'] < 1.5 else 'output_2'])
+        if side: texts.add(side)
     again = len(rows) - len(votes)
     if again: yield f'{again} labels repeat one on the same pair, of the same annotator or of none'
     both = sum(len(texts) > 1 for texts in better.values())
