@@ -42,7 +42,7 @@ def _read_number(row, name, where):
         raise ValueError(f'{at} is {row[name]!r:.60}, not a number') from None
 
 
-def _one_prompt(pair, where):
+def _keep_dialogue(pair, where):
     "Keep the dialogue of a pair whose instruction repeats it; ValueError where they differ."
     if not pair.get('messages') or 'instruction' not in pair: return
     with naming(where): turns = [as_turn(m) for m in pair['messages']]
@@ -66,7 +66,7 @@ def _read_pair(row, where):
     row = with_prompt_parts(row)
     pair = {k: row[k] for k in _KEPT if row.get(k) is not None}
     for name in pair.keys() & _NAMES: _read_name(pair, name, where)
-    _one_prompt(pair, where)
+    _keep_dialogue(pair, where)
     read_ended(pair, where)
     return check_record(pair, 'pair', where)
 
