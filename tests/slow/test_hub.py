@@ -17,9 +17,13 @@ from alpaca_farm.sft import SFTConfig
 
 PAIR = dict(instruction='Name one.', input='', output_1='A.', output_2='B.', preference=2)
 HH = dict(chosen='\n\nHuman: Hi.\n\nAssistant: Yes?', rejected='\n\nHuman: Hi.\n\nAssistant: No.')
-TURNS = [dict(role='user', content='Hi.'), dict(role='assistant', content='Yes?')]
-BINARIZED = dict(chosen=TURNS, rejected=[TURNS[0], dict(role='assistant', content='No.')],
-                 messages=TURNS)
+
+
+def binarized(prompt):
+    "A row of UltraFeedback binarized, whose dialogues begin with the prompt."
+    def turns(answer):
+        return [dict(role='user', content=prompt), dict(role='assistant', content=answer)]
+    return dict(prompt=prompt, chosen=turns('Yes?'), rejected=turns('No.'), messages=turns('Yes?'))
 
 
 def parquet(rows):
@@ -50,7 +54,7 @@ REPOSITORIES = {
            for c in ('harmless-base', 'helpful-base') for s in ('train', 'test')},
         'red-team-attempts/red_team_attempts.jsonl.gz': gzip.compress(b'{}')},
     'HuggingFaceH4/ultrafeedback_binarized': {
-        f'data/{s}-0000{i}-of-00002.parquet': parquet([dict(BINARIZED, prompt=f'{s} {i}')])
+        f'data/{s}-0000{i}-of-00002.parquet': parquet([binarized(f'{s} {i}')])
         for s in ('train_sft', 'train_prefs', 'test_prefs') for i in (0, 1)},
     'openbmb/UltraFeedback': {'sharegpt.jsonl': lines([dict(instruction='Hi.', completions=[
         dict(model=m, response=m * 2, overall_score=s) for m, s in (('a', 8.5), ('b', 3))])])},
@@ -147,8 +151,8 @@ def test_only_the_data_files_of_the_split_are_fetched(hub):
 def test_without_a_network_the_cache_is_read(hub):
     cases = [CASES['sft'], CASES['binarized'], ('somebody/else', 'sft')]
     for offline in (True, False):
-        sft, binarized, lost = read(cases, hub[2], 'http://127.0.0.1:9', offline)
-        assert sft == hub[0]['sft'] and binarized == hub[0]['binarized']
+        sft, pairs, lost = read(cases, hub[2], 'http://127.0.0.1:9', offline)
+        assert sft == hub[0]['sft'] and pairs == hub[0]['binarized']
         assert 'did not give it' in lost
         assert 'hf download somebody/else --repo-type dataset' in lost
 
