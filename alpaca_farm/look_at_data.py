@@ -327,7 +327,11 @@ def training_command(parts: list[Part], cfg: LookAtDataConfig) -> str:
     return shlex.join(words)
 
 # %% ../nbs/look_at_data.ipynb #100ka031
-def lengths_figure(parts: list[Part], lengths: list[dict], limits: dict[str, int]):
+def lengths_figure(
+    parts: list[Part],
+    lengths: list[dict],      # of each part: token counts, by the setting that limits them
+    limits: dict[str, int],   # tokens, by setting
+):
     "Draw the lengths of prompts, answers and both, with the limits."
     import matplotlib.pyplot as plt
     shown = [setting for setting in _LIMITS if any(setting in counts for counts in lengths)]
