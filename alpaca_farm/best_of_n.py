@@ -19,7 +19,6 @@ from .core.data.records import load_records, without_lists
 from .core.data.text import alpaca_prompt
 from .core.model.models import load_policy
 from .core.model.rewards import label_count, reward, RewardConfig
-from .core.model.served import check_sampler, use_sampler
 from .core.run.files import at_root
 from .core.run.identity import run_config
 from .core.run.runs import start
@@ -33,7 +32,6 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     "Settings of best-of-n."
     out: str = 'runs/best_of_n'  # run folder
     policy: str = 'runs/sft'     # policy that answers
-    sampler: str = ''  # endpoint that samples, such as http://localhost:8000/v1; empty: in process
     served: str = ''  # name of a model behind base_url that answers; policy is empty then
     system: str = ''  # message to a served model before each prompt: how long to be, for instance
     # a checkpoint, "module:function", a list, or empty
@@ -52,11 +50,10 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     def __post_init__(self):
         if self.served: self.sized_by = 'served'
         super().__post_init__()
-        check_sampler(self)
         if bool(self.policy) == bool(self.served):
             raise ValueError('name one model: in policy, or in served, with policy empty')
-        if self.served and (self.samples or self.sampler):
-            raise ValueError('served: leave samples and sampler empty')
+        if self.served and self.samples:
+            raise ValueError('served: leave samples empty')
         if self.temperature == 0 and self.n > 1 and not self.samples:
             raise ValueError(f'temperature = 0 draws the same answer n = {self.n} times: '
                              'raise it, or set n = 1')
@@ -146,7 +143,6 @@ def run(cfg: BestOfNConfig):
     elif not cfg.samples:
         policy = load_policy(cfg.policy, cfg)
         settle(this_run, policy.tokenizer, asked, sampled=True)
-        use_sampler(policy, cfg, at_root(cfg.out))
         preflight(cfg, ('split',), policy, reward=rewards)
         fit, _ = fitting_prompts(asked, policy.tokenizer, cfg)
 

@@ -28,7 +28,6 @@ from .core.run.processes import rank
 from .core.model.policy import Policy
 from .core.model.rewards import reward
 from .core.run.runs import start
-from .core.model.served import use_sampler
 from .core.run.settings import Amount, by_size, command, Positive, Scale, Schedule, Share
 from .core.training import Trainer
 
@@ -323,7 +322,6 @@ def train(cfg: PPOConfig):
     reference = load_reference(policy, cfg)
     value = value_model(cfg, policy)
     reward_of = reward_beside(policy, value, cfg)
-    use_sampler(policy, cfg, run.folder)
     records, prompts, too_long = load_prompts(cfg, policy.tokenizer)
     preflight(cfg, cfg.splits, policy, judge, reward_of)
     annotate = judge and partial(annotate_pairs, pool=judge)

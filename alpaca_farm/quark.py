@@ -53,8 +53,6 @@ class QuarkConfig(OnlineConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.sampler:
-            raise ValueError('sampler: no server knows the reward tokens of quark. Leave it empty')
         if self.num_quantiles > self.rollouts:
             raise ValueError(f'rollouts = {self.rollouts} answers cannot be cut into '
                              f'num_quantiles = {self.num_quantiles} parts')

@@ -26,7 +26,6 @@ from .model.policy import load_adapter, Policy
 from .run.processes import add_up, once, rank
 from .model.rewards import label_count, RewardConfig
 from .run.runs import read_log
-from .model.served import check_sampler
 from .run.settings import by_size, Count, Named, Positive, Scale, TrainConfig
 from .stats import win_rate
 from .data.text import decode, rollout_batch
@@ -37,7 +36,6 @@ from .training import Trainer
 class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of a method that learns from its own samples."
     policy: Named = 'runs/sft'             # the initial policy, which is also the reference
-    sampler: str = ''  # endpoint that samples (vLLM, with lora_rank); empty: in process
     data: Named = 'runs/world'             # dataset folder with prompts
     split: str = 'unlabeled'               # prompts that are answered in training
     steps: Positive = 16                   # rollouts, each followed by its updates
@@ -60,7 +58,6 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
         super().__post_init__()
         if self.annotators and not self.val_split:
             raise ValueError('val_split is empty, on which annotators choose the checkpoint')
-        check_sampler(self)
         if not self.reward_model:
             raise ValueError('reward_model is empty: name a checkpoint, a "module:function", '
                              'or a list of them')
@@ -107,7 +104,7 @@ def sample_rollout(
     samples = [s for s, in groups]
     batch = rollout_batch(prompts, [s.tokens for s in samples], tokenizer.pad_token_id)
     suppressed = policy.model.generation_config.suppress_tokens
-    if dtype_of(cfg) == torch.float32 and not cfg.sampler and not suppressed:
+    if dtype_of(cfg) == torch.float32 and not suppressed:
         logps = torch.cat([torch.tensor(s.logprobs) for s in samples])
         on = batch['response'].bool()
         batch['old_logp'] = torch.zeros(on.shape).masked_scatter(on, logps)

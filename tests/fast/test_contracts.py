@@ -31,7 +31,7 @@ CORE = ['data.dialogues',
         'run.inputs',
         'ask.client stats run.runs model.generation',
         'model.beams model.models run.jobs',
-        'model.rewards model.served',
+        'model.rewards',
         'answers training',
         'online ask.completions']
 LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',

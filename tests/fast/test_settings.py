@@ -74,15 +74,12 @@ NONSENSE = dict(   # by notebook: settings that do not fit, and what the error n
         (dict(margin=1., margin_field='gap'), 'margin_field')],
     quark=[
         (dict(num_quantiles=1), 'num_quantiles'), (dict(temperature=0.), 'temperature'),
-        (dict(num_quantiles=9, rollouts=8), 'cannot be cut'), (dict(kl_coef=math.nan), 'kl_coef'),
-        (dict(sampler='http://x/v1', lora_rank=4), 'sampler')],
+        (dict(num_quantiles=9, rollouts=8), 'cannot be cut'), (dict(kl_coef=math.nan), 'kl_coef')],
     ppo=[
         (dict(group_size=1), 'group_size = 1'), (dict(advantage='rloo', group_size=5), 'multiple'),
         (dict(reward_model=[]), 'reward_model'), (dict(ensemble='median'), 'ensemble'),
         (dict(annotators=JUDGE, val_split=''), 'val_split'),
-        (dict(annotators='open_pol'), 'Did you mean open_pool'),
-        (dict(sampler='http://x/v1', lora_rank=0), 'lora_rank'),
-        (dict(sampler='localhost:8000', lora_rank=4), 'http')],
+        (dict(annotators='open_pol'), 'Did you mean open_pool')],
     rrhf=[
         (dict(k=1), 'k = 1'), (dict(k=4, n=7), 'n = 7'), (dict(candidates='', n=1), 'needs two'),
         (dict(refresh_every=2), 'Set n'), (dict(n=3, groups=4), 'groups = 4'),

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from .memory import pass_limits
 from .packing import kernel_of
 from .policy import Policy
-from ..run.processes import in_parts, once
+from ..run.processes import in_parts
 from ..run.progress import passes
 from ..data.text import end_tokens, pad, position_limit
 
@@ -365,9 +365,6 @@ def generate(
     rows, tokens = pass_limits(policy, batch_size, cached=True)
     batch_size = max(1, int(min(rows, tokens // max(1, longest))))
     check_sampling(policy, prompts, max_new_tokens)
-    if policy.sampler:   # a server: see `core.model.served`
-        return once(policy.sampler, policy, prompts, n, max_new_tokens, temperature, top_p, top_k,
-                    seed)
     ends = end_tokens(policy.model, policy.tokenizer)
     choice = dict(temperature=temperature, top_p=top_p, top_k=top_k)
 

@@ -103,7 +103,7 @@ def load_reference(policy: Policy, cfg: Config) -> Policy:
     "Load the policy before training; with an adapter, the same weights without it."
     if policy.adapter is None: return load_policy(cfg.policy, cfg, train=True, frozen=True)
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    return replace(policy, tokenizer=tokenizer, adapter='', sampler=None)
+    return replace(policy, tokenizer=tokenizer, adapter='')
 
 # %% ../../../nbs/core/model/models.ipynb #94f85443
 def load_scalar(
@@ -162,7 +162,7 @@ def scalar_on(
         base_of(folder)   # the same weights still
     config = model_config(str(folder), num_labels=1)
     if config.num_hidden_layers != policy.config.num_hidden_layers: return
-    scalar = replace(policy, score=zero_head(policy), config=config, sampler=None)
+    scalar = replace(policy, score=zero_head(policy), config=config)
     if spec: return add_saved(scalar, name, folder)
     return add_adapter(scalar, name, lora_config(cfg), cfg.seed + 1)
 

@@ -46,7 +46,6 @@ class Policy:
     score: object = None              # a scalar head; None: a language model, or an encoder
     dtype: torch.dtype = torch.float32  # in which it computes
     forward_batch: int = 0            # rows of a forward pass without gradients; 0: by memory
-    sampler: object = None            # the server that samples it (`core.model.served`)
     packs: bool | None = None         # whether it reads packed batches; None: not tried yet
     # the adapter that it computes with, '' for none; None: there are none, all weights are its own
     adapter: str | None = None

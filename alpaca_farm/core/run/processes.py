@@ -121,7 +121,6 @@ def _check_ranks(cfg: Config, n: int):
     whole = cfg.lora_rank or cfg.optimizer != 'adamw' or cfg.dtype == 'float16'
     if cfg.sharding == 'fsdp' and whole:
         raise ValueError('sharding = fsdp goes without lora_rank, adamw_8bit and float16: take ddp')
-    if getattr(cfg, 'sampler', ''): raise ValueError('sampler: it serves a single process')
     for name in ('batch_size', 'rollouts'):
         if getattr(cfg, name, n) < n:
             raise ValueError(f'{name} = {getattr(cfg, name)} leaves some of {n} processes idle')
