@@ -134,7 +134,6 @@ class PPOConfig(OnlineConfig):
     learning_rate: Amount = by_size(5e-4, 1e-6)  # peak learning rate of the policy
     lr_schedule: Schedule = 'constant'     # how the learning rate falls
     adam_eps: Amount = 1e-5                # AdamW's epsilon
-    in_memory = dict(trained=2, frozen=2)
     tables = dict(advantage=ADVANTAGES)
 
     def __post_init__(self):

@@ -49,7 +49,6 @@ class QuarkConfig(OnlineConfig):
     lr_schedule: Schedule = 'constant'        # how the learning rate falls
     eval_every: Positive = 2                  # steps between evaluations on the val split
     save_every: Count = 2                     # steps between saved policies model-<step>/; 0: none
-    in_memory = dict(trained=1, frozen=2)
 
     def __post_init__(self):
         super().__post_init__()

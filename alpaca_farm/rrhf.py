@@ -67,7 +67,6 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     save_every: Count = 50                   # steps between saved policies model-<step>/; 0: none
     inputs = dict(candidates='candidates', policy='model', reward_model='model',
                   perplexity_model='model', data=('split', 'eval_split'))
-    in_memory = dict(trained=1, frozen=1)
 
     def __post_init__(self):
         super().__post_init__()

@@ -15,14 +15,12 @@ from .data.dialogues import prompt_key
 from .data.text import collate
 from .model.memory import tokens_to_train
 from .model.models import device_of, dtype_of, unique_weights
-from .model.policy import own_weights, Policy
+from .model.policy import explain_memory, own_weights, Policy
 from .run.health import few_steps
 from .run.processes import add_up, rank
 from .run.progress import Progress
 from .run.runs import Run
 from .run.settings import TrainConfig
-from .model.sharding import (clip_gradients, divided_like, hold_layers,
-    load_whole_state, shard_layers, whole_state)
 
 # %% ../../nbs/core/training.ipynb #a48b3ec0
 def learning_rate(
@@ -134,8 +132,7 @@ def stuck_share(
     for g in groups:
         for p in g['params']:
             total += p.numel()
-            divided = hasattr(p, 'full_tensor')
-            if p.dtype != torch.float32 and not divided: stuck += int((p + g['peak'] == p).sum())
+            if p.dtype != torch.float32: stuck += int((p + g['peak'] == p).sum())
     return stuck/max(1, total)
 
 # %% ../../nbs/core/training.ipynb #fb68c22b
@@ -167,8 +164,6 @@ class Trainer:
         with self.accelerator.autocast():
             self.most_tokens = tokens_to_train(list(policies.values()), device_of(run.cfg))
         for name, policy in policies.items():   # `update` adds up gradients itself
-            if self.cfg.sharding == 'fsdp' and rank()[1] > 1 and not policy.lent:
-                shard_layers(policy.model, dtype_of(self.cfg))
             trained = own_weights(policy)
             self.parameters += trained.values()
             kinds = {}
@@ -178,16 +173,7 @@ class Trainer:
             groups += [dict(params=own, peak=peak, weight_decay=self.cfg.weight_decay*matrix)
                        for (peak, matrix), own in kinds.items()]
         run.health(dict(stuck=stuck_share(groups)))
-        optimizer = adamw(groups, self.cfg)
-        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        self.divided = any(hasattr(p, 'full_tensor') for p in self.parameters)
-        if self.divided:   # one kernel takes either wholes or parts
-            for g in optimizer.param_groups: g.update(foreach=False, fused=False)
-        self.hold(True)
-
-    def hold(self, together: bool):
-        "Gather divided layers for what comes between updates, or drop what others keep."
-        for policy in self.policies.values(): hold_layers(policy.model, together)
+        self.optimizer = self.accelerator.prepare_optimizer(adamw(groups, self.cfg))
 
 # %% ../../nbs/core/training.ipynb #b9ef9057
 @patch
@@ -205,6 +191,7 @@ def split(self: Trainer, batch: dict):
 
 
 @patch
+@explain_memory()
 def update(self: Trainer,
     batch: dict,  # tensors whose first axis is the example; `weight` among them
     loss,         # batch -> dict of tensors shaped like `weight`, `loss` among them
@@ -214,25 +201,24 @@ def update(self: Trainer,
     for g in self.optimizer.param_groups: g['lr'] = g['peak'] * share
     weight = batch['weight'].sum().float().to(self.accelerator.device)  # of all processes
     sums = {}
-    self.hold(False)
     for micro in self.split(batch):
         w = micro['weight']
         with self.accelerator.autocast(): figures = loss(micro)
         self.accelerator.backward((figures['loss'] * w).sum() / weight)
         for k, v in figures.items(): sums[k] = sums.get(k, 0) + (v.detach() * w).sum()
-    for p in self.parameters if rank()[1] > 1 else []:   # those of divided layers are sums already
-        if p.grad is not None and not hasattr(p, 'full_tensor'): add_up(p.grad)
-    clip = clip_gradients if self.divided else self.accelerator.clip_grad_norm_
-    norm = clip(self.parameters, self.cfg.max_grad_norm or math.inf)
+    for p in self.parameters:
+        if p.grad is not None: add_up(p.grad)
+    limit = self.cfg.max_grad_norm or math.inf
+    norm = self.accelerator.clip_grad_norm_(self.parameters, limit)
     self.optimizer.step()
     self.optimizer.zero_grad()
-    self.hold(True)
     return ({k: (add_up(v) / weight).item() for k, v in sums.items()}
             | dict(grad_norm=float(norm), lr=share * self.cfg.learning_rate))
 
 # %% ../../nbs/core/training.ipynb #3a389b03
 @patch
 @torch.no_grad()
+@explain_memory()
 def measure(self: Trainer,
     batches,  # as for `update`
     loss,     # as for `update`
@@ -271,20 +257,18 @@ def save(self: Trainer):
     for name, policy in self.policies.items():
         whole = policy.adapter is None and not policy.lent
         weights[name] = unique_weights(policy.model) if whole else own_weights(policy)
-    self.run.save(step=self.step, weights=weights, optimizer=whole_state(self.optimizer),
+    self.run.save(step=self.step, weights=weights, optimizer=self.optimizer.state_dict(),
                   rng=rng, extra=self.extra, scaler=scaler.state_dict() if scaler else {})
 
 
 @patch
 def restore(self: Trainer, state: dict):
     "Restore the state of a checkpoint."
-    self.hold(False)
     with torch.no_grad():
         for name, policy in self.policies.items():
             saved = state['weights'][name]
-            for k, p in own_weights(policy).items(): p.copy_(divided_like(saved[k], p))
-    load_whole_state(self.optimizer, state['optimizer'])
-    self.hold(True)
+            for k, p in own_weights(policy).items(): p.copy_(saved[k])
+    self.optimizer.load_state_dict(state['optimizer'])
     torch.set_rng_state(state['rng']['cpu'])
     if 'cuda' in state['rng'] and self.accelerator.device.type == 'cuda':
         torch.cuda.set_rng_state(state['rng']['cuda'], self.accelerator.device)

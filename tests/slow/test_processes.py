@@ -19,13 +19,11 @@ from safetensors.torch import load_file
 
 CPU = dict(device='cpu', dtype='float32')
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
-DIVIDED = dict(sharding='fsdp', micro_batch_size=3)   # layers divided among the processes
 RUNS = {   # by a name that begins with the method
     'reward_model': {}, 'dpo': dict(loss_type='kto', held_out=7, eval_every=4),
     'rrhf': dict(n=2, micro_batch_size=3), 'quark': {},
     'ppo': dict(shared_value=True, micro_batch_size=3), 'binary_feedback': {},
     'sft measured': dict(eval_split='', eval_every=2, max_instances=36),
-    'sft divided': DIVIDED, 'ppo divided': DIVIDED, 'dpo divided': DIVIDED,
     'ppo with adapters': dict(lora_rank=4)}
 
 
@@ -87,7 +85,7 @@ LONG = dict(epochs=12, checkpoint_every=1, eval_instances=4)
 def started(base, out):
     "A run of two processes, some steps after its checkpoint: its launcher, and the two."
     before = len(read_log(out))
-    _, _, *module = tiny.command('sft', **settings('sft', base, out, **LONG, sharding='fsdp'))
+    _, _, *module = tiny.command('sft', **settings('sft', base, out, **LONG))
     p = tiny.spawn([*TORCHRUN, '-m', *module])
     while len(read_log(out)) < before + 3 and p.poll() is None: time.sleep(.05)
     children = psutil.Process(p.pid).children(recursive=True)
@@ -129,8 +127,7 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
 
 
 def test_what_cannot_be_shared_is_refused():
-    half = sft.SFTConfig(sharding='fsdp', dtype='float16')
-    for cfg, n, message in ((sft.SFTConfig(device='cuda:1'), 2, 'auto'), (half, 2, 'take ddp'),
+    for cfg, n, message in ((sft.SFTConfig(device='cuda:1'), 2, 'auto'),
                             (sft.SFTConfig(batch_size=12), 13, 'batch_size = 12'),
                             (WorldConfig(), 2, 'a single process')):
         with pytest.raises(ValueError, match=message): _check_ranks(cfg, n)

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from ..data.text import end_token, set_template_arguments
-from .memory import check_memory
-from .policy import add_saved, base_of, is_adapter, merge, Policy
+from alpaca_farm.core.model.policy import (add_saved, base_of, explain_memory, is_adapter,
+    merge, Policy)
 from ..run.files import (ask_hub, at_root, atomic_folder, cache_folder, file_hash,
     hub_snapshot, locked, looks_like_hub, open_tensors, read_json)
 from ..run.settings import Config
@@ -130,6 +130,7 @@ def no_progress_bars():
     logging.disable_progress_bar()
 
 # %% ../../../nbs/core/model/loading.ipynb #887624fa
+@explain_memory()
 def place_model(
     model,      # of transformers
     tokenizer,
@@ -195,15 +196,12 @@ def _attention_of(spec: str, cfg: Config) -> str | None:
 def loading_options(
     spec: str,
     cfg: Config,
-    train: bool,           # whether it is trained, or compared with one that is
-    checked: bool = True,  # MemoryError if training it takes more than there is
+    train: bool,  # whether it is trained, or compared with one that is
 ) -> dict:
     "Choose a model's kernel and precision; ImportError for 4 bits without bitsandbytes."
     from transformers import BitsAndBytesConfig
     master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
     dtype = torch.float32 if master else dtype_of(cfg)
-    if train and checked and hasattr(cfg, 'in_memory'):
-        check_memory(model_config(spec), cfg, device_of(cfg), dtype_of(cfg))
     options = dict(dtype=dtype, attn_implementation=_attention_of(spec, cfg))
     if not (train and getattr(cfg, 'quantize', False)): return options
     if not find_spec('bitsandbytes'):

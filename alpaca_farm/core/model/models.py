@@ -26,7 +26,6 @@ from .packing import (attention_window, computed_at, pack, packed_states,
     position_wise, reads_packed, trunk_states)
 from .policy import (add_adapter, add_saved, base_mark, base_of,
     checkpoint_layers, is_adapter, lora_config, Policy, save_adapter, TokenRows)
-from .sharding import gathered
 from ..run.files import at_root, atomic_folder, read_json, remove, root, write_json
 from ..run.processes import in_parts, written_once
 from ..run.progress import passes, tell
@@ -92,7 +91,7 @@ def load_policy(
 ) -> Policy:
     "Load a causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
-    model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train, not frozen))
+    model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train))
     tokenizer = load_tokenizer(spec, model, getattr(cfg, 'template_arguments', {}))
     policy = place_model(model, tokenizer, cfg)
     _check_policy(policy, spec, cfg)
@@ -115,9 +114,7 @@ def load_scalar(
     "Load a model with a scalar head and its tokenizer."
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
-    # the check of PPO's policy counts its value model, which is loaded later
-    alone = getattr(cfg, 'in_memory', {}).get('trained') == 1
-    options = loading_options(spec, cfg, train, alone)
+    options = loading_options(spec, cfg, train)
     if layers := head != 'keep' and getattr(cfg, 'layers', 0):
         options['num_hidden_layers'] = layers   # the files' others are not read
     model = load_model(AutoModelForSequenceClassification, spec, num_labels=1,
@@ -344,7 +341,7 @@ def values(
 def unique_weights(model) -> dict:
     "A model's weights, each storage once."
     seen = {}
-    return {k: v for k, v in (gathered(model) or model.state_dict()).items()
+    return {k: v for k, v in model.state_dict().items()
             if seen.setdefault(v.data_ptr(), k) == k or v.numel() == 0}
 
 
@@ -366,7 +363,7 @@ from `alpaca_farm.core.model.rewards` and `alpaca_farm.core.run.settings`.
 
 
 @written_once
-def _write_model(policy, run, name: str, weights: dict | None = None):
+def _write_model(policy, run, name: str):
     model = policy.model
     folder = run.path(name)
     cfg = run.cfg
@@ -381,13 +378,12 @@ def _write_model(policy, run, name: str, weights: dict | None = None):
         model.generation_config.eos_token_id = ends
     with atomic_folder(folder) as temporary:
         if policy.adapter is not None: save_adapter(policy, temporary)
-        elif not weights and dtype in (None, model.dtype): model.save_pretrained(temporary)
+        elif dtype in (None, model.dtype): model.save_pretrained(temporary)
         else:
-            weights = weights or unique_weights(model)
-            weights = {k: v.to('cpu', dtype if dtype and k != 'score.weight' else v.dtype)
-                       for k, v in weights.items()}
+            weights = {k: v.to('cpu', v.dtype if k == 'score.weight' else dtype)
+                       for k, v in unique_weights(model).items()}
             model.save_pretrained(temporary, state_dict=weights)
-            written = dict(dtype=str(dtype or model.dtype).split('.')[1])
+            written = dict(dtype=str(dtype).split('.')[1])
             write_json(temporary/'config.json', read_json(temporary/'config.json') | written)
         policy.tokenizer.save_pretrained(temporary)
         (temporary/'README.md').write_text(card, encoding='utf-8')
@@ -410,4 +406,4 @@ def save_model(
         head = {} if policy.score is None else dict(num_labels=1)
         model = load_model(type(policy.model), str(run.path(own)), dtype_of(run.cfg), **head)
         policy = Policy(model, policy.tokenizer)
-    _write_model(policy, run, name, gathered(policy.model))
+    _write_model(policy, run, name)

@@ -118,9 +118,6 @@ def _check_ranks(cfg: Config, n: int):
         raise ValueError(f'{cfg.out}: this run takes a single process')
     if cfg.device not in ('auto', 'cpu', 'cuda'):
         raise ValueError(f'device = {cfg.device}: each of {n} processes has its own; take auto')
-    whole = cfg.lora_rank or cfg.optimizer != 'adamw' or cfg.dtype == 'float16'
-    if cfg.sharding == 'fsdp' and whole:
-        raise ValueError('sharding = fsdp goes without lora_rank, adamw_8bit and float16: take ddp')
     for name in ('batch_size', 'rollouts'):
         if getattr(cfg, name, n) < n:
             raise ValueError(f'{name} = {getattr(cfg, name)} leaves some of {n} processes idle')

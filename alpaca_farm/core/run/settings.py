@@ -290,8 +290,6 @@ class HardwareConfig(Config):
     gradient_checkpointing: bool = False  # compute activations twice instead of keeping them
     optimizer: Literal['adamw', 'adamw_8bit'] = 'adamw'  # adamw_8bit: moments of one byte
     forward_batch: Count = 0              # rows of a pass without gradients; 0: by memory
-    sharding: Literal['ddp', 'fsdp'] = 'ddp'  # fsdp: each process holds a part
-    aside = (*Config.aside, 'sharding')
     shareable = True                     # by several processes (a class attribute, no setting)
 
     def __post_init__(self):
@@ -316,7 +314,6 @@ class TrainConfig(HardwareConfig):
     adam_eps: Amount = 1e-8          # AdamW's epsilon
     max_grad_norm: Amount = 1.0      # gradients are clipped to this norm
     checkpoint_every: Positive = 50  # steps, or ten minutes, between checkpoints
-    in_memory = dict(trained=1, frozen=0)  # models beside each other (no setting)
     save_total_limit: Count = 0      # of the folders model-<step>/ keep the newest n; 0 for all
 
     def __post_init__(self):
