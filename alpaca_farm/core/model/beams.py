@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .generation import check_sampling, DecodingState, evaluation_mode, NOT_FINITE, Sample
+from alpaca_farm.core.model.generation import (check_sampling, evaluation_mode, NOT_FINITE, Sample,
+    start_decoding)
 from .memory import pass_limits
 from .policy import Policy
 from ..data.text import end_tokens
@@ -70,7 +71,8 @@ class _BeamGroup:
 @torch.no_grad()
 def _search_batch(policy, prompts, beams, groups, penalty, steps, ends):
     "Search for the answers to one batch of prompts."
-    state = DecodingState(policy, prompts, range(len(prompts)), max(map(len, prompts)) + steps)
+    rows = range(len(prompts))
+    state = start_decoding(policy, prompts, rows, max(map(len, prompts)) + steps)
     size = beams//groups
     searches = []
     for row in range(len(prompts)):
