@@ -220,7 +220,7 @@ def test_a_model_of_another_kind_is_refused_by_name(tmp_path):
     from transformers import T5Config, T5ForConditionalGeneration
     T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, num_layers=1, num_heads=2,
                                         d_ff=16)).save_pretrained(tmp_path/'t5')
-    with pytest.raises(ValueError, match='t5: AutoModelForCausalLM cannot load it .*T5Config'):
+    with pytest.raises(ValueError, match='t5: .*T5Config'):
         load_policy(str(tmp_path/'t5'), CFG)
 
 

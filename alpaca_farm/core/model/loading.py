@@ -8,6 +8,7 @@ __all__ = ['device_of', 'dtype_of', 'model_path', 'from_files', 'model_config', 
 
 # %% ../../../nbs/core/model/loading.ipynb #c0d1f5a2
 import math
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,10 +33,41 @@ def dtype_of(cfg: Config) -> torch.dtype:
     if cfg.dtype != 'auto': return getattr(torch, cfg.dtype)
     return torch.bfloat16 if device_of(cfg).type == 'cuda' else torch.float32
 
-# %% ../../../nbs/core/model/loading.ipynb #37b20d87
+# %% ../../../nbs/core/model/loading.ipynb #c6293b57
+@contextmanager
+def _reading(spec: str, what: str):
+    "Turn another library's error into a ValueError of one line that names model and part."
+    try: yield
+    except MemoryError: raise
+    except Exception as e:
+        reason = str(e).partition('\n')[0]
+        if 'trust_remote_code' in str(e):
+            raise ValueError(f'{spec}: it is read by code of its own, which is not executed here. '
+                             'Name a model that transformers has a class for') from None
+        raise ValueError(f'{spec}: its {what} cannot be read ({type(e).__name__}: '
+                         f'{reason})') from e
+
+# %% ../../../nbs/core/model/loading.ipynb #8953ac19
+def _write_gguf(file: Path, folder: Path):
+    "Write a GGUF file's model and tokenizer into a folder as safetensors."
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    source = dict(gguf_file=file.name)
+    with _reading(str(file), 'weights'):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            file.parent, dtype=torch.float32, output_loading_info=True,
+            trust_remote_code=False, **source)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **source)
+    if missing := info['missing_keys']:   # and are random now
+        raise ValueError(f'{file} lacks the weights {", ".join(sorted(missing))}'[:200])
+    del model.config.quantization_config   # these weights are not quantised any more
+    model.hf_quantizer = None
+    with atomic_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+
 def _from_gguf(file: Path) -> str:
     "The folder with a GGUF file's model; ImportError without the package gguf."
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     folder = cache_folder()/'gguf'/file_hash(file)[:12]
     if folder.exists(): return str(folder)
     with locked(folder):
@@ -43,25 +75,10 @@ def _from_gguf(file: Path) -> str:
         if not find_spec('gguf'):
             raise ImportError(f'{file}: reading it takes the extra gguf (pip install gguf)')
         print(f'{file} is written to {folder} as safetensors')
-        source = dict(gguf_file=file.name)
-        try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=torch.float32, output_loading_info=True,
-                trust_remote_code=False, **source)
-            if info['missing_keys']:   # and are random now
-                raise ValueError(f'it lacks the weights {", ".join(info["missing_keys"])}'[:200])
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False,
-                                                      **source)
-        except (ValueError, NotImplementedError) as e:
-            raise ValueError(f'{file} cannot be read: {str(e).splitlines()[0]}') from e
-        del model.config.quantization_config   # these weights are not quantised any more
-        model.hf_quantizer = None
-        with atomic_folder(folder) as temporary:
-            model.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+        _write_gguf(file, folder)
     return str(folder)
 
-
+# %% ../../../nbs/core/model/loading.ipynb #d7459213
 def _refuse_pickles(folder: Path):
     "Refuse with a ValueError files that name weights which torch would unpickle."
     named = [read_json(folder/'config.json').get('transformers_weights')]
@@ -72,7 +89,7 @@ def _refuse_pickles(folder: Path):
         raise ValueError(f'{folder}: its weights are in {name}, and only safetensors are read. '
                          'Save it again with transformers, which writes them')
 
-
+# %% ../../../nbs/core/model/loading.ipynb #301db42d
 def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
     name = spec.partition('@')[0]
@@ -99,23 +116,17 @@ def model_path(spec: str) -> str:
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
                             f'or in its folder model/{found}')
 
-
+# %% ../../../nbs/core/model/loading.ipynb #3c7b5f7d
 def from_files(
     kind,       # a class of transformers
     spec: str,  # as for `model_path`
     what: str,  # the part that is read, for an error's text
     **options,
 ):
-    """Read a part of a model; ValueError naming the model if the part is damaged, or needs code of
-    its own, which is never executed."""
+    "Read a part of a model; ValueError if it is damaged, or needs code of its own."
     path = model_path(spec)
-    try: return kind.from_pretrained(path, trust_remote_code=False, **options)
-    except Exception as e:
-        if 'trust_remote_code' in str(e):
-            raise ValueError(f'{spec}: it is read by code of its own, which is not executed here. '
-                             'Name a model that transformers has a class for') from None
-        reason = (str(e).splitlines() or [''])[0]
-        raise ValueError(f'{spec}: its {what} cannot be read ({type(e).__name__}: {reason})') from e
+    with _reading(spec, what):
+        return kind.from_pretrained(path, trust_remote_code=False, **options)
 
 
 def model_config(spec: str, **options):
@@ -123,7 +134,7 @@ def model_config(spec: str, **options):
     from transformers import AutoConfig
     return from_files(AutoConfig, spec, 'config.json', **options)
 
-
+# %% ../../../nbs/core/model/loading.ipynb #a678af74
 def no_progress_bars():
     "Switch off the loading bars of `transformers`; a run has its own progress line."
     from transformers.utils import logging
@@ -143,6 +154,20 @@ def place_model(
     if not getattr(model, 'is_quantized', False): model.to(device)
     return Policy(model.eval(), tokenizer, getattr(model, 'score', None), dtype_of(cfg),
                   getattr(cfg, 'forward_batch', 0))
+
+# %% ../../../nbs/core/model/loading.ipynb #b800b817
+def _padding_token(
+    tokenizer,
+    end: int,  # the token that ends an answer
+    size: int,  # tokens that the model knows
+) -> int:
+    "Choose a token for padding, if possible one that ends nothing."
+    added = tokenizer.added_tokens_decoder.items()
+    spare = [i for i, t in added if t.special and 'pad' in t.content.lower()]
+    choices = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *spare]
+    for i in choices:
+        if i not in (None, end, tokenizer.eos_token_id) and i < size: return i
+    return end
 
 
 def load_tokenizer(
@@ -165,12 +190,7 @@ def load_tokenizer(
     if end >= size:
         raise ValueError(f'{tokenizer.name_or_path}: answers end with token {end}, but the model '
                          f'has only {size} tokens. Is this its tokenizer?')
-    added = tokenizer.added_tokens_decoder.items()
-    spare = [i for i, t in added if t.special and 'pad' in t.content.lower()]
-    choices = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *spare]
-    ends = None, end, tokenizer.eos_token_id
-    valid = [i for i in choices if i not in ends and i < size]
-    tokenizer.pad_token = tokenizer.convert_ids_to_tokens([*valid, end][0])
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(_padding_token(tokenizer, end, size))
     return tokenizer
 
 # %% ../../../nbs/core/model/loading.ipynb #4a0e8f18
@@ -192,7 +212,7 @@ def _attention_of(spec: str, cfg: Config) -> str | None:
     family = policies[type(config)] if type(config) in policies else None
     return 'flash_attention_2' if getattr(family, '_supports_flash_attn', False) else None
 
-
+# %% ../../../nbs/core/model/loading.ipynb #03e959a3
 def loading_options(
     spec: str,
     cfg: Config,
@@ -212,7 +232,7 @@ def loading_options(
         bnb_4bit_compute_dtype=dtype_of(cfg))
     return dict(options, quantization_config=quantization, device_map={'': device_of(cfg)})
 
-# %% ../../../nbs/core/model/loading.ipynb #ada10002
+# %% ../../../nbs/core/model/loading.ipynb #7bd68569
 def _saved_weights(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
     "The weights of some names in a model's files, in the precision that they have there."
     found = {}
@@ -220,7 +240,7 @@ def _saved_weights(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
         with open_tensors(file) as f: found |= {k: f.get_tensor(k) for k in names & set(f.keys())}
     return found
 
-
+# %% ../../../nbs/core/model/loading.ipynb #165f1f95
 @torch.no_grad()
 def _keep_head(model, folder: str):
     "Let what follows a scalar model's trunk be in float32, with the weights of its files."
@@ -231,7 +251,7 @@ def _keep_head(model, folder: str):
         part.float().register_forward_pre_hook(lambda _, given: (given[0].float(), *given[1:]))
     for name, saved in _saved_weights(folder, set(weights)).items(): weights[name].copy_(saved)
 
-
+# %% ../../../nbs/core/model/loading.ipynb #ba682540
 def _embeddings_are_tied(model, folder: str, unexpected: set[str]) -> bool:
     "Whether a language model's head is its embeddings, whatever the configuration says."
     table = model.get_input_embeddings().weight
@@ -239,6 +259,74 @@ def _embeddings_are_tied(model, folder: str, unexpected: set[str]) -> bool:
     if head is not None: return head.weight is table
     saved = _saved_weights(folder, unexpected).values()   # of a scalar model: a head not loaded
     return all(w.shape != table.shape or torch.equal(w.to(table), table) for w in saved)
+
+# %% ../../../nbs/core/model/loading.ipynb #857a11e1
+def _check_weights(
+    spec: str,
+    info: dict,          # what `from_pretrained` tells of the files
+    fresh: tuple[str, ...],  # weights that may be missing
+    scalar: bool,        # whether the model has a scalar head
+):
+    "Raise ValueError if files lack weights, or have others than the model."
+    missing = sorted(set(info['missing_keys']) - set(fresh))
+    if 'score.weight' in missing:
+        raise ValueError(f'{spec} holds a policy, not a reward model: it has no head')
+    if 'score.weight' in info['unexpected_keys']:
+        raise ValueError(f'{spec} holds a reward model, not a policy')
+    for name, saved, needed in sorted(info['mismatched_keys']):
+        if name in fresh: continue
+        text = f'{spec}: {name} is {tuple(saved)} in its files, not {tuple(needed)}'
+        if scalar: text += ': a reward model has one score, not one for each class'
+        raise ValueError(text)
+    if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
+
+
+@contextmanager
+def _unwarned():
+    "Keep transformers from warning of what is checked here."
+    from transformers.utils import logging
+    level = logging.get_verbosity()
+    no_progress_bars()
+    logging.set_verbosity_error()
+    try: yield
+    finally: logging.set_verbosity(level)
+
+
+def _load_whole(kind, spec: str, folder: str, fresh: tuple[str, ...], **options):
+    "Load a model that is no adapter, from its folder."
+    scalar = 'num_labels' in options
+    kernel = options.get('attn_implementation')
+    what = f'weights (with attention = {kernel!r})' if kernel else 'weights'
+    with _unwarned(), _reading(spec, what), explain_memory():
+        model, info = kind.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, trust_remote_code=False,
+            ignore_mismatched_sizes=True, **options)
+    _check_weights(spec, info, fresh, scalar)
+    if scalar and options['dtype'] != torch.float32: _keep_head(model, folder)
+    config = model.config.get_text_config()
+    if getattr(config, 'tie_word_embeddings', False):
+        config.tie_word_embeddings = _embeddings_are_tied(model, folder, info['unexpected_keys'])
+    return model
+
+# %% ../../../nbs/core/model/loading.ipynb #43aedeaf
+def _merge_adapter(model, folder: str, fresh: tuple[str, ...]):
+    "Add the adapter in a folder to a model's weights, and its settings to the configuration."
+    policy = Policy(model, score=getattr(model, 'score', None))
+    try: merge(add_saved(policy, 'saved', folder, fresh))
+    except RuntimeError as e: raise ValueError(f'{folder}: {e}') from e   # of peft
+    saved = read_json(f'{folder}/config.json')
+    for name in ('likelihood', 'pooling', 'reward_mean', 'reward_std'):
+        if name in saved and 'score.weight' not in fresh: setattr(model.config, name, saved[name])
+    if model.can_generate() and (Path(folder)/'generation_config.json').exists():
+        model.generation_config = model.generation_config.from_pretrained(folder)
+
+
+def _model_folder(spec: str) -> str:
+    "The folder with a model's files, from the hub if it is not here; refused if it needs code."
+    folder = model_path(spec)
+    if not Path(folder).is_dir(): folder = model_path(hub_snapshot(folder))
+    model_config(spec)
+    return folder
 
 
 def load_model(
@@ -249,54 +337,24 @@ def load_model(
     **options,  # of `loading_options`
 ):
     "Load a model; ValueError if that fails, or weights are missing."
-    from transformers.utils import logging
-    folder = model_path(spec)
-    if not Path(folder).is_dir(): folder = model_path(hub_snapshot(folder))   # of the hub
-    model_config(spec)   # refused before its weights are read
-    if is_adapter(folder):
-        if 'quantization_config' in options:
-            raise ValueError(f'quantize: {spec} is an adapter, which cannot be added to weights '
-                             'of 4 bits. Name a run with a whole model')
+    named = spec
+    folder = _model_folder(spec)
+    adapters = []   # each stands on the next
+    while is_adapter(folder):
+        adapters.append(folder)
         saved = read_json(f'{folder}/config.json')
         if 'num_hidden_layers' in saved:   # it may have fewer than its base
             options['num_hidden_layers'] = saved['num_hidden_layers']
-        model = load_model(kind, base_of(folder), dtype, (*fresh, 'score.weight'), **options)
-        policy = Policy(model, score=getattr(model, 'score', None))
-        try: merge(add_saved(policy, 'saved', folder, fresh))
-        except RuntimeError as e: raise ValueError(f'{spec}: {e}') from e   # of peft
-        for name in ('likelihood', 'pooling', 'reward_mean', 'reward_std'):
-            if name in saved and 'score.weight' not in fresh:
-                setattr(model.config, name, saved[name])
-        if model.can_generate() and (Path(folder)/'generation_config.json').exists():
-            model.generation_config = model.generation_config.from_pretrained(folder)
-        return model
-    level = logging.get_verbosity()
-    no_progress_bars()
-    logging.set_verbosity_error()
-    try: model, info = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True,
-                                            output_loading_info=True, trust_remote_code=False,
-                                            ignore_mismatched_sizes=True, **options)
-    except (RuntimeError, ValueError, ImportError) as e:
-        kernel = options.get('attn_implementation')
-        reason = str(e).splitlines()[0]
-        asked = f' with attention = {kernel!r}' if kernel else ''
-        raise ValueError(f'{spec}: {kind.__name__} cannot load it{asked} ({reason})') from e
-    finally: logging.set_verbosity(level)
-    missing = sorted(set(info['missing_keys']) - set(fresh))
-    if 'score.weight' in missing:
-        raise ValueError(f'{spec} holds a policy, not a reward model: it has no head')
-    if 'score.weight' in info['unexpected_keys']:
-        raise ValueError(f'{spec} holds a reward model, not a policy')
-    for name, saved, needed in sorted(info['mismatched_keys']):
-        if name in fresh: continue
-        text = f'{spec}: {name} is {tuple(saved)} in its files, not {tuple(needed)}'
-        if 'num_labels' in options: text += ': a reward model has one score, not one for each class'
-        raise ValueError(text)
-    if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
-    if 'num_labels' in options and dtype != torch.float32: _keep_head(model, folder)
-    config = model.config.get_text_config()
-    if getattr(config, 'tie_word_embeddings', False):
-        config.tie_word_embeddings = _embeddings_are_tied(model, folder, info['unexpected_keys'])
+        named = base_of(folder)
+        folder = _model_folder(named)
+    if not adapters: return _load_whole(kind, spec, folder, fresh, dtype=dtype, **options)
+    if 'quantization_config' in options:
+        raise ValueError(f'quantize: {spec} is an adapter, which cannot be added to weights '
+                         'of 4 bits. Name a run with a whole model')
+    below = *fresh, 'score.weight'   # the head is that of the adapter on top
+    model = _load_whole(kind, named, folder, below, dtype=dtype, **options)
+    for adapter in reversed(adapters[1:]): _merge_adapter(model, adapter, below)
+    _merge_adapter(model, adapters[0], fresh)
     return model
 
 # %% ../../../nbs/core/model/loading.ipynb #cb47d9bb
