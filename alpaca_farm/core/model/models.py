@@ -32,26 +32,31 @@ from ..run.progress import passes, tell
 from ..run.settings import Config
 
 # %% ../../../nbs/core/model/models.ipynb #ada10006
+def _settle_sampling(model, spec: str):
+    "Keep of a generation config that contradicts itself only the tokens."
+    given = model.generation_config
+    try: given.validate(strict=True)
+    except ValueError:
+        tell(f'{spec}: its generation_config.json contradicts itself. What is trained from it '
+             'has none of its settings of sampling')
+        kept = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'suppress_tokens')
+        model.generation_config = type(given)(**{k: getattr(given, k) for k in kept})
+
+
 def _try_saving(policy, spec: str):
     "Write all but the weights, and throw it away; ValueError for what could be read but not saved."
-    model = policy.model
-    if model.can_generate():
-        given = model.generation_config
-        try: given.validate(strict=True)
-        except ValueError:
-            tell(f'{spec}: its generation_config.json contradicts itself. What is trained from it '
-                 'has none of its settings of sampling')
-            kept = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'suppress_tokens')
-            model.generation_config = type(given)(**{k: getattr(given, k) for k in kept})
+    if policy.model.can_generate(): _settle_sampling(policy.model, spec)
     try:
         with TemporaryDirectory() as folder:
-            for part in (model.config, policy.tokenizer): part.save_pretrained(folder)
+            policy.model.config.save_pretrained(folder)
+            policy.tokenizer.save_pretrained(folder)
     except OSError: return   # of this disk, which is not the run's
     except Exception as e:
+        reason = ' '.join(str(e).split())
         raise ValueError(f'{spec}: what is trained from it could not be saved '
-                         f'({" ".join(str(e).split()):.200})') from e
+                         f'({reason:.200})') from e
 
-
+# %% ../../../nbs/core/model/models.ipynb #b141f784
 def _prepare_training(policy, spec: str, cfg: Config) -> Policy:
     "A model as it is trained: with an adapter and gradient checkpointing, where these are set."
     _try_saving(policy, spec)
@@ -82,7 +87,7 @@ def _check_policy(policy, spec: str, cfg: Config):
     if (ours - logits).abs().max() > error * logits.float().std():
         raise ValueError(f'{name} computes its logits in a way that is not supported')
 
-
+# %% ../../../nbs/core/model/models.ipynb #0f03047d
 def load_policy(
     spec: str,      # run folder, model folder, GGUF file or name on the hub
     cfg: Config,    # its device and precision, and the adapter if it has one
@@ -97,7 +102,7 @@ def load_policy(
     _check_policy(policy, spec, cfg)
     return _prepare_training(policy, spec, cfg) if train and not frozen else policy
 
-
+# %% ../../../nbs/core/model/models.ipynb #452679f6
 def load_reference(policy: Policy, cfg: Config) -> Policy:
     "Load the policy before training; with an adapter, the same weights without it."
     if policy.adapter is None: return load_policy(cfg.policy, cfg, train=True, frozen=True)
@@ -105,6 +110,13 @@ def load_reference(policy: Policy, cfg: Config) -> Policy:
     return replace(policy, tokenizer=tokenizer, adapter='')
 
 # %% ../../../nbs/core/model/models.ipynb #94f85443
+@torch.no_grad()
+def _init_head(weight: torch.Tensor, kind: str):
+    "Fill a head's weights (1, d) with zeros, or draw them ('normal')."
+    weight.zero_()
+    if kind == 'normal': weight.normal_(std=(weight.shape[1] + 1)**-.5)
+
+
 def load_scalar(
     spec: str,            # a policy or a scalar model, as for `load_policy`
     cfg: Config,
@@ -115,20 +127,23 @@ def load_scalar(
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
     options = loading_options(spec, cfg, train)
-    if layers := head != 'keep' and getattr(cfg, 'layers', 0):
-        options['num_hidden_layers'] = layers   # the files' others are not read
-    model = load_model(AutoModelForSequenceClassification, spec, num_labels=1,
-                       fresh=() if head == 'keep' else ('score.weight',), **options)
+    fresh = ()
+    arguments = {}
+    if head != 'keep':
+        fresh = ('score.weight',)
+        arguments = getattr(cfg, 'template_arguments', {})
+        layers = getattr(cfg, 'layers', 0)
+        if layers: options['num_hidden_layers'] = layers   # the files' others are not read
+    model = load_model(AutoModelForSequenceClassification, spec, num_labels=1, fresh=fresh,
+                       **options)
     if train and not hasattr(model, 'score'):
         raise ValueError(f'{spec}: {type(model).__name__} has no head on its last token: it can '
                          'be a reward_model, but no value model (PPO needs none with advantage '
                          '= rloo) and no policy to train one from')
-    arguments = {} if head == 'keep' else getattr(cfg, 'template_arguments', {})
     tokenizer = load_tokenizer(spec, model, arguments)
-    if head != 'keep': model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if head == 'zero': torch.nn.init.zeros_(model.score.weight)
-    if head == 'normal':
-        torch.nn.init.normal_(model.score.weight, std=(model.score.weight.shape[1] + 1) ** -.5)
+    if head != 'keep':
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        _init_head(model.score.weight, head)
     policy = place_model(model, tokenizer, cfg)
     return _prepare_training(policy, spec, cfg) if train else policy
 
@@ -140,7 +155,7 @@ def zero_head(policy: Policy) -> torch.nn.Module:
     torch.nn.init.zeros_(head.weight)
     return head
 
-
+# %% ../../../nbs/core/model/models.ipynb #076dad82
 def scalar_on(
     policy: Policy,
     name: str,  # of the new adapter
@@ -169,6 +184,13 @@ def before(response: torch.Tensor) -> torch.Tensor:
     return F.pad(response[:, 1:], (0, 1))
 
 
+def _positions(mask: torch.Tensor, right: bool) -> torch.Tensor:
+    "Count the positions (B, T) of real tokens; with padding on the right they run on over it."
+    counted = (torch.ones_like(mask) if right else mask).cumsum(1) - 1
+    longest = int(mask.any(0).sum())
+    return counted.clamp(0, max(0, longest - 1))
+
+
 def hidden_states(
     policy: Policy,
     ids: torch.Tensor,    # (B, T)
@@ -177,20 +199,23 @@ def hidden_states(
     read: torch.Tensor | None = None,      # (B, T), 1 at the states that are used; None: all
 ) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding
     "Compute the last layer's states, before the head."
-    packed = pack(ids, mask, response, attention_window(policy)) if reads_packed(policy) else None
+    packed = None
+    if reads_packed(policy): packed = pack(ids, mask, response, attention_window(policy))
     parts = [] if read is None else position_wise(policy)
+
     if packed:
-        with computed_at(parts, packed.index[read.bool()].unique() if parts else None):
+        cells = packed.index[read.bool()].unique() if parts else None
+        with computed_at(parts, cells):
             states = packed_states(policy, packed).index_select(0, packed.index.flatten())
         return states.view(*ids.shape, -1)
+
     right = bool((mask[:, 1:] <= mask[:, :-1]).all())
-    positions = torch.ones_like(mask).cumsum(1) if right else mask.cumsum(1)
-    positions = (positions - 1).clamp(0, max(0, int(mask.any(0).sum()) - 1))
-    with computed_at(parts, read.flatten().nonzero()[:, 0] if parts else None):
+    cells = read.flatten().nonzero()[:, 0] if parts else None
+    with computed_at(parts, cells):
         return trunk_states(policy, input_ids=ids, attention_mask=None if right else mask,
-                            position_ids=positions)
+                            position_ids=_positions(mask, right))
 
-
+# %% ../../../nbs/core/model/models.ipynb #6814c59b
 def answer_states(policy: Policy, batch: dict) -> torch.Tensor:
     "The states (B, T, hidden) before each response token of a batch, arbitrary elsewhere."
     response = batch['response']
@@ -201,16 +226,17 @@ def _head_parts(policy) -> dict:
     "Weight, bias, scale and cap (0: none) of a policy's head, or of a scalar model's embeddings."
     tokens = policy.model.get_input_embeddings()
     head = policy.model.get_output_embeddings() or tokens
-    config = policy.model.config.get_text_config()
-    def factor(name): return getattr(config, name, None) or 1
     weight = head.weight
     bias = getattr(head, 'bias', None)
     if policy.adapter == '' and isinstance(tokens, TokenRows):   # it knows none of these
         weight = weight[:tokens.first]
         if bias is not None: bias = bias[:tokens.first]
-    return dict(weight=weight, bias=bias, cap=getattr(config, 'final_logit_softcapping', None) or 0.,
-                scale=factor('logit_scale') * factor('lm_head_multiplier')
-                      / factor('logits_scaling'))
+    config = policy.model.config.get_text_config()
+    scale = 1.
+    for name in ('logit_scale', 'lm_head_multiplier'): scale *= getattr(config, name, None) or 1
+    scale /= getattr(config, 'logits_scaling', None) or 1
+    cap = getattr(config, 'final_logit_softcapping', None) or 0.
+    return dict(weight=weight, bias=bias, scale=scale, cap=cap)
 
 
 def logits_of(policy: Policy, states: torch.Tensor) -> torch.Tensor:
@@ -234,7 +260,7 @@ def logprobs(
     out[:, 1:][chosen] = logp.float()
     return out
 
-
+# %% ../../../nbs/core/model/models.ipynb #f0a6cc1b
 def sequence_logprobs(
     policy: Policy,
     batch: dict,  # ids, mask, response: (..., T) each
@@ -244,8 +270,27 @@ def sequence_logprobs(
     flat = {k: batch[k].flatten(0, -2) for k in ('ids', 'mask', 'response')}
     return logprobs(policy, flat, temperature).sum(1).view(batch['ids'].shape[:-1])
 
-# %% ../../../nbs/core/model/models.ipynb #22640f1d
+# %% ../../../nbs/core/model/models.ipynb #f06b3371
 @torch.no_grad()
+def _in_batches(
+    policy: Policy,
+    what: str,      # for the progress line
+    compute,        # prompts and answers of a batch -> (B,)
+    prompts: list,  # N
+    answers: list,  # N, of any kind
+    size: int,      # rows of a forward pass; 0: by memory
+) -> torch.Tensor:  # (N,) float32 on the CPU
+    "Compute one number for each prompt and its answer, in all processes."
+    def compute_all(prompts, answers):
+        out = torch.zeros(len(prompts))
+        batches = answer_batches(prompts, answers, *pass_limits(policy, size))
+        for rows, *batch in passes(what, batches):
+            with policy.on(): values = compute(*batch).tolist()
+            for places, value in zip(rows, values): out[places] = value
+        return out.tolist()
+    return torch.tensor(in_parts(compute_all, prompts, answers), dtype=torch.float)
+
+# %% ../../../nbs/core/model/models.ipynb #efa3166f
 def response_logprobs(
     policy: Policy,
     prompts: list[list[int]],    # N
@@ -255,49 +300,54 @@ def response_logprobs(
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     "Compute log p of each whole response given its prompt, without gradients."
     def compute(prompts, responses):
-        out = torch.zeros(len(prompts))
-        batches = answer_batches(prompts, responses, *pass_limits(policy, size))
-        for rows, *answers in passes('log-probs', batches):
-            batch = {k: v.to(policy.device) for k, v in collate(*answers, 0).items()}
-            with policy.on(): logps = sequence_logprobs(policy, batch, temperature).tolist()
-            for places, logp in zip(rows, logps): out[places] = logp
-        return out.tolist()
-    return torch.tensor(in_parts(compute, prompts, responses), dtype=torch.float)
+        batch = collate(prompts, responses, 0)
+        batch = {k: v.to(policy.device) for k, v in batch.items()}
+        return sequence_logprobs(policy, batch, temperature)
+    return _in_batches(policy, 'log-probs', compute, prompts, responses, size)
 
 # %% ../../../nbs/core/model/models.ipynb #420959d9
-@torch.no_grad()
+def _last_states(policy: Policy, prompts: list[list[int]]) -> torch.Tensor:
+    "Compute the state (B, hidden) at the end of each prompt."
+    batch = collate(prompts, [()]*len(prompts), 0)
+    ids, mask = (batch[k].to(policy.device) for k in ('ids', 'mask'))
+    last = torch.arange(len(ids), device=ids.device), mask.sum(1) - 1
+    read = torch.zeros_like(mask).index_put(last, mask.new_ones(()))
+    return hidden_states(policy, ids, mask, read=read)[last]
+
+
+def _log_odds(policy: Policy, states: torch.Tensor, pairs: list) -> torch.Tensor:
+    "Compute log p of the second minus that of the first token behind each state, in float32."
+    head = _head_parts(policy)
+    odds = []
+    with torch.autocast(states.device.type, enabled=False):
+        for state, pair in zip(states.float(), map(list, pairs)):
+            bias = None if head['bias'] is None else head['bias'][pair].float()
+            two_rows = head | dict(weight=head['weight'][pair].float(), bias=bias)
+            odds.append(head_logits(state, **two_rows).diff())
+    return torch.cat(odds)
+
+
 def next_log_odds(
     policy: Policy,
     prompts: list[list[int]],      # N
     tokens: list[tuple[int, int]],  # N pairs
     size: int = 0,                 # prompts in a forward pass; 0: by memory
-) -> torch.Tensor:  # (N,) float32 on the CPU, in nats, from logits in float32
-    "Compute log p of the second minus that of the first token as the next behind a prompt."
-    head = _head_parts(policy)
-    def compute(prompts, tokens):
-        out = torch.zeros(len(prompts))
-        batches = answer_batches(prompts, tokens, *pass_limits(policy, size))
-        for rows, asked, pairs in passes('labels', batches):
-            batch = collate(asked, [()] * len(asked), 0)
-            ids, mask = (batch[k].to(policy.device) for k in ('ids', 'mask'))
-            last = torch.arange(len(ids), device=ids.device), mask.sum(1) - 1
-            read = torch.zeros_like(mask).index_put(last, mask.new_ones(()))
-            with policy.on(): states = hidden_states(policy, ids, mask, read=read)[last].float()
-            odds = []
-            with torch.autocast(ids.device.type, enabled=False):
-                for state, pair in zip(states, map(list, pairs)):
-                    bias = None if head['bias'] is None else head['bias'][pair].float()
-                    few = head | dict(weight=head['weight'][pair].float(), bias=bias)
-                    odds.append(head_logits(state, **few).diff())
-            for places, value in zip(rows, torch.cat(odds).tolist()): out[places] = value
-        return out.tolist()
-    return torch.tensor(in_parts(compute, prompts, tokens), dtype=torch.float)
+) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
+    "Compute the log-odds of the second of two tokens as the next behind each prompt."
+    def compute(prompts, pairs): return _log_odds(policy, _last_states(policy, prompts), pairs)
+    return _in_batches(policy, 'labels', compute, prompts, tokens, size)
 
-# %% ../../../nbs/core/model/models.ipynb #270d0a7b
+# %% ../../../nbs/core/model/models.ipynb #f4a50f91
 def head_values(policy: Policy, states: torch.Tensor) -> torch.Tensor:
     "The scalar head's values (...) of states (..., hidden), in float32 whatever the trunk's type."
     with torch.autocast(states.device.type, enabled=False):
         return policy.score(widen(states)).squeeze(-1)
+
+# %% ../../../nbs/core/model/models.ipynb #02378287
+def _last_tokens(policy: Policy, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    "Find the place (B,) of each row's last token that is no padding, as `transformers` does."
+    real = mask * (ids != policy.config.get_text_config().pad_token_id)
+    return (real * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
 
 
 def sequence_scores(
@@ -306,27 +356,26 @@ def sequence_scores(
     mask: torch.Tensor,  # (B, T)
     response: torch.Tensor | None = None,  # (B, T), read if the model's config asks for it
 ) -> torch.Tensor:  # (B,)
-    """Score each row: the scalar head at its last token that is no padding, or its mean over the
-    response, plus `likelihood` times log p of the response."""
-    real = mask * (ids != policy.config.get_text_config().pad_token_id)   # as in `transformers`
-    last = (real * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    "Score each row by the scalar head, and by the likelihood of its response."
     weight = getattr(policy.config, 'likelihood', 0.)
-    rows = torch.arange(len(ids), device=ids.device)
-    read = before(response) * mask if weight else torch.zeros_like(mask)
-    read = read.index_put((rows, last), read.new_ones(()))
     mean = getattr(policy.config, 'pooling', 'last') == 'mean'
-    states = hidden_states(policy, ids, mask, response, read | response if mean else read)
-    if mean:
-        scores = (head_values(policy, states) * response).sum(1) / response.sum(1)
-    else: scores = head_values(policy, states[rows, last])
+
+    # 1. the states that are used: at the last token, and those of the response
+    last = torch.arange(len(ids), device=ids.device), _last_tokens(policy, ids, mask)
+    read = torch.zeros_like(mask).index_put(last, mask.new_ones(()))
+    if mean: read = read | response
+    if weight: read = read | before(response) * mask
+    states = hidden_states(policy, ids, mask, response, read)
+
+    # 2. the head, there
+    if mean: scores = (head_values(policy, states) * response).sum(1) / response.sum(1)
+    else: scores = head_values(policy, states[last])
+
+    # 3. log p of the response
     if not weight: return scores
-    chosen = response[:, 1:].bool()
-    logp = selected_logprobs(states[:, :-1][chosen], tokens=ids[:, 1:][chosen],
-                             **_head_parts(policy))
-    total = logp.new_zeros(len(ids)).index_add(0, chosen.nonzero()[:, 0], logp)
-    return scores + weight * total.float()
+    return scores + weight * logprobs(policy, dict(ids=ids, response=response), 1., states).sum(1)
 
-
+# %% ../../../nbs/core/model/models.ipynb #eada4980
 def values(
     policy: Policy,
     batch: dict,  # ids, mask, response: (B, T) each
@@ -337,14 +386,14 @@ def values(
     scores = (head_values(policy, states) - policy.mean) / policy.std
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
-# %% ../../../nbs/core/model/models.ipynb #15572301
+# %% ../../../nbs/core/model/models.ipynb #02af2a5b
 def unique_weights(model) -> dict:
     "A model's weights, each storage once."
     seen = {}
     return {k: v for k, v in model.state_dict().items()
             if seen.setdefault(v.data_ptr(), k) == k or v.numel() == 0}
 
-
+# %% ../../../nbs/core/model/models.ipynb #22dfbf4d
 CARD = '''---
 library_name: transformers
 tags: [alpaca_farm, {notebook}]
@@ -362,34 +411,52 @@ from `alpaca_farm.core.model.rewards` and `alpaca_farm.core.run.settings`.
 '''
 
 
+def _model_card(policy: Policy, run) -> str:
+    "Fill the card of a run's model."
+    data = getattr(run.cfg, 'data', '')
+    card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
+                       fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
+    config = policy.model.config
+    scored = {k: getattr(config, k, '') for k in ('likelihood', 'pooling')}
+    if scored['likelihood'] or scored['pooling'] == 'mean': card += _SCORED.format(**scored)
+    return card
+
+# %% ../../../nbs/core/model/models.ipynb #c10eb916
+def _write_weights(policy: Policy, folder: Path, cfg: Config):
+    "Write a model's weights and its configuration, in the precision of the run."
+    model = policy.model
+    dtype = model.dtype if device_of(cfg).type == 'cpu' else dtype_of(cfg)
+    if policy.adapter is not None: return save_adapter(policy, folder)
+    if dtype == model.dtype: return model.save_pretrained(folder)
+    weights = {}
+    for name, w in unique_weights(model).items():
+        weights[name] = w.to('cpu', w.dtype if name == 'score.weight' else dtype)
+    model.save_pretrained(folder, state_dict=weights)
+    written = dict(dtype=str(dtype).split('.')[1])
+    write_json(folder/'config.json', read_json(folder/'config.json') | written)
+
+
+def _drop_older(run):
+    "Remove the older of a run's policies by step, where it keeps only some."
+    limit = getattr(run.cfg, 'save_total_limit', 0)
+    if not limit: return
+    steps = [p for p in run.folder.glob('model-*') if p.name[6:].isdecimal()]
+    steps.sort(key=lambda p: int(p.name[6:]))
+    for p in steps[:-limit]: remove(p)
+
+
 @written_once
 def _write_model(policy, run, name: str):
     model = policy.model
-    folder = run.path(name)
-    cfg = run.cfg
-    data = getattr(cfg, 'data', '')
-    dtype = None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
-    card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
-                       fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
-    scored = {k: getattr(model.config, k, '') for k in ('likelihood', 'pooling')}
-    if scored['likelihood'] or scored['pooling'] == 'mean': card += _SCORED.format(**scored)
     no_progress_bars()
-    if model.can_generate() and (ends := end_tokens(model, policy.tokenizer)) != end_tokens(model):
-        model.generation_config.eos_token_id = ends
-    with atomic_folder(folder) as temporary:
-        if policy.adapter is not None: save_adapter(policy, temporary)
-        elif dtype in (None, model.dtype): model.save_pretrained(temporary)
-        else:
-            weights = {k: v.to('cpu', v.dtype if k == 'score.weight' else dtype)
-                       for k, v in unique_weights(model).items()}
-            model.save_pretrained(temporary, state_dict=weights)
-            written = dict(dtype=str(dtype).split('.')[1])
-            write_json(temporary/'config.json', read_json(temporary/'config.json') | written)
+    if model.can_generate():
+        ends = end_tokens(model, policy.tokenizer)
+        if ends != end_tokens(model): model.generation_config.eos_token_id = ends
+    with atomic_folder(run.path(name)) as temporary:
+        _write_weights(policy, temporary, run.cfg)
         policy.tokenizer.save_pretrained(temporary)
-        (temporary/'README.md').write_text(card, encoding='utf-8')
-    if limit := getattr(cfg, 'save_total_limit', 0):
-        steps = [p for p in run.folder.glob('model-*') if p.name[6:].isdecimal()]
-        for p in sorted(steps, key=lambda p: int(p.name[6:]))[:-limit]: remove(p)
+        (temporary/'README.md').write_text(_model_card(policy, run), encoding='utf-8')
+    _drop_older(run)
 
 
 def save_model(
