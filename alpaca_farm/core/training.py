@@ -56,7 +56,7 @@ def batches(
         for i in torch.randperm(len(rows), generator=g).tolist(): out.append(rows[i])
     return out
 
-
+# %% ../../nbs/core/training.ipynb #804bf5e1
 def token_batch(
     prompts: list,    # token ids of all prompts
     responses: list,  # and of all responses
@@ -69,7 +69,7 @@ def token_batch(
     weight = torch.tensor([weights[i] for i in rows])[:, None] if weights else 1.
     return dict(batch, weight=batch['response'] * weight)
 
-
+# %% ../../nbs/core/training.ipynb #bb0908cb
 def answer_batch(
     prompts: list,  # token ids of all prompts
     answers: list,  # K lists of answers to all prompts
@@ -135,6 +135,22 @@ def stuck_share(
             if p.dtype != torch.float32: stuck += int((p + g['peak'] == p).sum())
     return stuck/max(1, total)
 
+# %% ../../nbs/core/training.ipynb #3af16237
+def _weight_groups(
+    weights: dict,       # parameters by name
+    rate: float,         # their peak learning rate
+    rates: dict,         # that of single weights, by name
+    weight_decay: float,  # of matrices
+) -> list[dict]:  # of the optimiser, with `peak`
+    "Group weights by their peak learning rate and weight decay."
+    groups = {}
+    for name, p in weights.items():
+        peak = rates.get(name, rate)
+        matrix = p.ndim > 1
+        group = dict(params=[], peak=peak, weight_decay=weight_decay * matrix)
+        groups.setdefault((peak, matrix), group)['params'].append(p)
+    return [*groups.values()]
+
 # %% ../../nbs/core/training.ipynb #fb68c22b
 class Trainer:
     "Steps of one run: optimiser, learning rate, accumulation, log, checkpoints and progress."
@@ -166,12 +182,8 @@ class Trainer:
         for name, policy in policies.items():   # `update` adds up gradients itself
             trained = own_weights(policy)
             self.parameters += trained.values()
-            kinds = {}
-            for n, p in trained.items():
-                peak = rates.get(n, rates.get(name, self.cfg.learning_rate))
-                kinds.setdefault((peak, p.ndim > 1), []).append(p)
-            groups += [dict(params=own, peak=peak, weight_decay=self.cfg.weight_decay*matrix)
-                       for (peak, matrix), own in kinds.items()]
+            rate = rates.get(name, self.cfg.learning_rate)
+            groups += _weight_groups(trained, rate, rates, self.cfg.weight_decay)
         run.health(dict(stuck=stuck_share(groups)))
         self.optimizer = self.accelerator.prepare_optimizer(adamw(groups, self.cfg))
 
@@ -189,7 +201,7 @@ def split(self: Trainer, batch: dict):
         micro = {name: t[rows or [0]].to(self.accelerator.device) for name, t in batch.items()}
         yield micro if rows else dict(micro, weight=0 * micro['weight'])
 
-
+# %% ../../nbs/core/training.ipynb #244ead09
 @patch
 @explain_memory()
 def update(self: Trainer,
@@ -234,7 +246,7 @@ def measure(self: Trainer,
     total = sums.pop('total', 1.)
     return {k: v / total for k, v in sums.items()}
 
-
+# %% ../../nbs/core/training.ipynb #ddc65e10
 @patch
 def evaluate(self: Trainer,
     batches,  # as for `update`; not touched unless an evaluation is due
@@ -260,7 +272,7 @@ def save(self: Trainer):
     self.run.save(step=self.step, weights=weights, optimizer=self.optimizer.state_dict(),
                   rng=rng, extra=self.extra, scaler=scaler.state_dict() if scaler else {})
 
-
+# %% ../../nbs/core/training.ipynb #0484520c
 @patch
 def restore(self: Trainer, state: dict):
     "Restore the state of a checkpoint."

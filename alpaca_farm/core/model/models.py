@@ -63,7 +63,8 @@ def _prepare_training(policy, spec: str, cfg: Config) -> Policy:
     if getattr(cfg, 'lora_rank', 0):
         path = model_path(spec)
         policy = add_adapter(policy, 'policy', lora_config(cfg), cfg.seed)
-        policy.base = os.path.relpath(path, root()) if Path(path).is_relative_to(root()) else path
+        policy.base = path
+        if Path(path).is_relative_to(root()): policy.base = os.path.relpath(path, root())
         policy.base_hash = base_mark(policy.base)
     if getattr(cfg, 'gradient_checkpointing', False): checkpoint_layers(policy.model)
     return policy
@@ -82,9 +83,14 @@ def _check_policy(policy, spec: str, cfg: Config):
         ours = logits_of(policy, states)
     error = 1e-3 if dtype_of(cfg) == torch.float32 else .2   # more than rounding can do
     name = f'{spec}: {type(model).__name__}'
-    if (alone - states[:, :1]).abs().max() > error * states[:, :1].float().std():
+
+    def differ(found, expected):
+        distance = (found - expected).abs().max()
+        return distance > error * expected.float().std()
+
+    if differ(alone, states[:, :1]):
         raise ValueError(f'{name} is no causal model: its tokens see later ones')
-    if (ours - logits).abs().max() > error * logits.float().std():
+    if differ(ours, logits):
         raise ValueError(f'{name} computes its logits in a way that is not supported')
 
 # %% ../../../nbs/core/model/models.ipynb #0f03047d
@@ -209,7 +215,7 @@ def hidden_states(
             states = packed_states(policy, packed).index_select(0, packed.index.flatten())
         return states.view(*ids.shape, -1)
 
-    right = bool((mask[:, 1:] <= mask[:, :-1]).all())
+    right = bool((mask.diff() <= 0).all())
     cells = read.flatten().nonzero()[:, 0] if parts else None
     with computed_at(parts, cells):
         return trunk_states(policy, input_ids=ids, attention_mask=None if right else mask,
@@ -267,8 +273,10 @@ def sequence_logprobs(
     temperature: float = 1.0,
 ) -> torch.Tensor:  # (...), differentiable
     "Compute log p of each whole response, in one forward pass."
+    shape = batch['ids'].shape
     flat = {k: batch[k].flatten(0, -2) for k in ('ids', 'mask', 'response')}
-    return logprobs(policy, flat, temperature).sum(1).view(batch['ids'].shape[:-1])
+    logp = logprobs(policy, flat, temperature)
+    return logp.sum(1).view(shape[:-1])
 
 # %% ../../../nbs/core/model/models.ipynb #f06b3371
 @torch.no_grad()
@@ -373,7 +381,8 @@ def sequence_scores(
 
     # 3. log p of the response
     if not weight: return scores
-    return scores + weight * logprobs(policy, dict(ids=ids, response=response), 1., states).sum(1)
+    logp = logprobs(policy, dict(ids=ids, response=response), states=states)
+    return scores + weight * logp.sum(1)
 
 # %% ../../../nbs/core/model/models.ipynb #eada4980
 def values(
@@ -384,14 +393,19 @@ def values(
     "Compute V of the state in which each response token is chosen, in units of `mean` and `std`."
     if states is None: states = answer_states(policy, batch)
     scores = (head_values(policy, states) - policy.mean) / policy.std
-    return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
+    return F.pad(scores[:, :-1], (1, 0)) * batch['response']   # of the state before a token
 
 # %% ../../../nbs/core/model/models.ipynb #02af2a5b
 def unique_weights(model) -> dict:
     "A model's weights, each storage once."
-    seen = {}
-    return {k: v for k, v in model.state_dict().items()
-            if seen.setdefault(v.data_ptr(), k) == k or v.numel() == 0}
+    found = {}
+    seen = set()   # storages
+    for name, weight in model.state_dict().items():
+        storage = weight.data_ptr()
+        if storage in seen and weight.numel(): continue
+        seen.add(storage)
+        found[name] = weight
+    return found
 
 # %% ../../../nbs/core/model/models.ipynb #22dfbf4d
 CARD = '''---
@@ -471,6 +485,7 @@ def save_model(
         _write_model(policy, run, own)
         if own == name or not whole: return
         head = {} if policy.score is None else dict(num_labels=1)
-        model = load_model(type(policy.model), str(run.path(own)), dtype_of(run.cfg), **head)
+        folder = str(run.path(own))
+        model = load_model(type(policy.model), folder, dtype_of(run.cfg), **head)
         policy = Policy(model, policy.tokenizer)
     _write_model(policy, run, name)

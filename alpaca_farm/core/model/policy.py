@@ -91,7 +91,7 @@ def lora_config(cfg: HardwareConfig):
     return LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha or 2 * cfg.lora_rank,
                       target_modules='all-linear' if names == ['all-linear'] else names)
 
-
+# %% ../../../nbs/core/model/policy.ipynb #bcd4db7e
 # peft refuses adapters on their out_proj, whose weight is read by a kernel past its layer
 _KERNELS = 'mamba', 'mamba2', 'falcon_mamba', 'falcon_h1', 'nemotron_h'
 
@@ -223,7 +223,7 @@ def _peft_names(policy) -> dict[str, torch.nn.Parameter]:
     part = f'.{policy.adapter}.'
     return {'base_model.model.' + n.replace(part, '.'): p for n, p in own_weights(policy).items()}
 
-
+# %% ../../../nbs/core/model/policy.ipynb #65185191
 def save_adapter(policy: Policy, folder):
     "Write a policy's adapter into a folder, with the name and the hash of the model underneath."
     from safetensors.torch import save_file
@@ -244,7 +244,7 @@ def save_adapter(policy: Policy, folder):
     with atomic_write(f'{folder}/adapter_model.safetensors') as p:
         save_file(weights, p, metadata=dict(format='pt'))   # several keys are in random order
 
-
+# %% ../../../nbs/core/model/policy.ipynb #bfcaed0e
 def is_adapter(folder) -> bool:
     "Whether a folder holds an adapter instead of a model."
     return (at_root(folder)/'adapter_config.json').is_file()
@@ -262,7 +262,7 @@ def base_of(folder) -> str:
                      + ('whose weights have changed since' if found else 'which is gone')
                      + ': restore that, or train again')
 
-
+# %% ../../../nbs/core/model/policy.ipynb #7b7c6ecc
 @torch.no_grad()
 def load_adapter(
     policy: Policy,   # with an adapter
@@ -304,7 +304,7 @@ def merge(policy: Policy):
     policy.layers.clear()
     return model.requires_grad_(True)
 
-
+# %% ../../../nbs/core/model/policy.ipynb #cef69936
 # the settings of an adapter that are read; another that is on would change what the model computes
 _READ = """task_type base_model_name_or_path revision inference_mode peft_version auto_mapping
     r lora_alpha lora_dropout lora_bias use_rslora fan_in_fan_out init_lora_weights
