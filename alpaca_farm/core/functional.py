@@ -89,13 +89,13 @@ def masked_var(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     "Compute the biased variance of `x` where `mask` is not 0, over all dimensions."
     return masked_mean((x - masked_mean(x, mask))**2, mask)
 
-
+# %% ../../nbs/core/functional.ipynb #8ed14548
 def has_spread(x, dim=None) -> torch.Tensor:
     "Tell whether numbers differ by more than rounding, over `dim` (None: all), which is kept."
     low, high = torch.as_tensor(x).aminmax(dim=dim, keepdim=True)
     return ~torch.isclose(low, high, rtol=1e-6, atol=1e-6)
 
-
+# %% ../../nbs/core/functional.ipynb #6666583a
 def masked_whiten(
     x: torch.Tensor,
     mask,                     # not 0 where a value counts; elsewhere the result is 0

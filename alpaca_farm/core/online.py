@@ -74,7 +74,7 @@ def load_prompts(cfg: OnlineConfig, tokenizer) -> tuple[list[dict], list[list[in
     fit, prompts = fitting_prompts(records, tokenizer, cfg)
     return fit, prompts, len(records) - len(fit)
 
-
+# %% ../../nbs/core/online.ipynb #5f7fe630
 def prompt_indices(
     n: int,     # number of prompts
     step: int,  # from 1
@@ -114,7 +114,7 @@ def sample_rollout(
         answered.append(dict(prompt_fields(r), output=output, ended=s.ended))
     return {k: v.to(policy.device) for k, v in batch.items()}, answered
 
-
+# %% ../../nbs/core/online.ipynb #ef9bb375
 def in_micro_batches(
     f,      # part of a batch -> (rows of it, ...)
     policy: Policy,  # whose passes set the size of a part, and the precision
@@ -146,7 +146,7 @@ def end_scores(
     if not rule: return scores
     return torch.where(ended, scores, -value if rule == 'replace' else scores - value)
 
-
+# %% ../../nbs/core/online.ipynb #325568be
 def rollout_scores(
     reward,                # records -> scores
     answered: list[dict],  # records with `output` and `ended`

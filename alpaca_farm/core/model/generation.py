@@ -150,7 +150,7 @@ def select(self: DecodingState, rows: torch.Tensor):
     self.positions = self.positions[rows]
     self.logits = self.logits[rows]
 
-
+# %% ../../../nbs/core/model/generation.ipynb #f6475bbe
 @patch
 def read(self: DecodingState,
     prompts: list[list[int]],  # all are read
@@ -178,7 +178,7 @@ def grow(self: DecodingState, longest: int):
         if type(layer) is DynamicLayer and layer.is_initialized:
             layers[i] = _GrowingLayer(layer, longest)
 
-
+# %% ../../../nbs/core/model/generation.ipynb #e0973446
 def _takes_complete_mask(policy: Policy, cache: DynamicCache) -> bool:
     "Whether a model adds a four-dimensional mask to its attention scores, in every layer."
     config = policy.model.config
@@ -186,7 +186,7 @@ def _takes_complete_mask(policy: Policy, cache: DynamicCache) -> bool:
     if kernel_of(policy) not in ('sdpa', 'eager'): return False
     return all(isinstance(layer, _GrowingLayer) for layer in cache.layers)
 
-
+# %% ../../../nbs/core/model/generation.ipynb #7ff8867c
 @patch
 def complete_mask(self: DecodingState):
     "Replace the mask of tokens by one that is added to attention scores."
@@ -246,7 +246,7 @@ def end_step(self: DecodingState):
     self.step = None
     for layer in self.cache.layers: layer.fix(self.length, None)
 
-
+# %% ../../../nbs/core/model/generation.ipynb #dd26aed6
 @patch
 def feed(self: DecodingState, tokens: torch.Tensor):
     "Read one more token (B,) per row."
@@ -276,7 +276,7 @@ def start_decoding(
         state.fixed = fixed
     return state
 
-
+# %% ../../../nbs/core/model/generation.ipynb #6c818005
 @torch.no_grad()
 def can_be_fixed(policy: Policy) -> bool:
     "Try whether a step of a model can be replayed: it never waits for a figure of the GPU."
@@ -385,7 +385,7 @@ class _Job(NamedTuple):
     k: int           # number of the sample
     place: int       # of the prompt among all
 
-
+# %% ../../../nbs/core/model/generation.ipynb #0705b6ec
 def _sampling_jobs(prompts: list[list[int]], n: int) -> list[_Job]:
     "The samples to be drawn, those of the longest prompts first."
     jobs = []

@@ -65,7 +65,7 @@ def _write_gguf(file: Path, folder: Path):
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
 
-
+# %% ../../../nbs/core/model/loading.ipynb #06d6faa6
 def _from_gguf(file: Path) -> str:
     "The folder with a GGUF file's model; ImportError without the package gguf."
     folder = cache_folder()/'gguf'/file_hash(file)[:12]
@@ -169,7 +169,7 @@ def _padding_token(
         if i not in (None, end, tokenizer.eos_token_id) and i < size: return i
     return end
 
-
+# %% ../../../nbs/core/model/loading.ipynb #e7e11b30
 def load_tokenizer(
     spec: str,            # as for `model_path`
     model=None,           # which must know its tokens
@@ -280,7 +280,7 @@ def _check_weights(
         raise ValueError(text)
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
 
-
+# %% ../../../nbs/core/model/loading.ipynb #c3201e00
 @contextmanager
 def _unwarned():
     "Keep transformers from warning of what is checked here."
@@ -291,7 +291,7 @@ def _unwarned():
     try: yield
     finally: logging.set_verbosity(level)
 
-
+# %% ../../../nbs/core/model/loading.ipynb #a3ce9845
 def _load_whole(kind, spec: str, folder: str, fresh: tuple[str, ...], **options):
     "Load a model that is no adapter, from its folder."
     scalar = 'num_labels' in options
@@ -320,7 +320,7 @@ def _merge_adapter(model, folder: str, fresh: tuple[str, ...]):
     if model.can_generate() and (Path(folder)/'generation_config.json').exists():
         model.generation_config = model.generation_config.from_pretrained(folder)
 
-
+# %% ../../../nbs/core/model/loading.ipynb #d10faff7
 def _model_folder(spec: str) -> str:
     "The folder with a model's files, from the hub if it is not here; refused if it needs code."
     folder = model_path(spec)
@@ -328,7 +328,7 @@ def _model_folder(spec: str) -> str:
     model_config(spec)
     return folder
 
-
+# %% ../../../nbs/core/model/loading.ipynb #156d8eea
 def load_model(
     kind,       # a class of transformers
     spec: str,  # as for `model_path`; an adapter is added to the weights

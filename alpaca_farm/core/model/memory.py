@@ -32,7 +32,7 @@ def busy_tokens(policy: Policy) -> float:
         weights += p.numel() * (2 if p.dtype == torch.uint8 else 1)
     return 1e12 * config.num_hidden_layers / weights
 
-
+# %% ../../../nbs/core/model/memory.ipynb #2707e0a7
 def pass_limits(
     policy: Policy,
     rows: int = 0,         # as many, whatever their length; 0: `forward_batch`, or by memory
@@ -68,7 +68,7 @@ def activation_bytes(policy: Policy) -> float:
         return sum(sizes.values())
     return (kept(32) - kept(16)) / 16
 
-
+# %% ../../../nbs/core/model/memory.ipynb #5df0e608
 def tokens_to_train(policies: list[Policy], device: torch.device) -> float:
     """Count the tokens of a micro-batch: as many as keep 1 GB of activations on a CPU, and on a GPU
     as many as keep it busy, if they fit into 60 % of what is free beside gradients and moments."""

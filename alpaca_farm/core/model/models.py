@@ -42,7 +42,7 @@ def _settle_sampling(model, spec: str):
         kept = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'suppress_tokens')
         model.generation_config = type(given)(**{k: getattr(given, k) for k in kept})
 
-
+# %% ../../../nbs/core/model/models.ipynb #4a13c7c6
 def _try_saving(policy, spec: str):
     "Write all but the weights, and throw it away; ValueError for what could be read but not saved."
     if policy.model.can_generate(): _settle_sampling(policy.model, spec)
@@ -122,7 +122,7 @@ def _init_head(weight: torch.Tensor, kind: str):
     weight.zero_()
     if kind == 'normal': weight.normal_(std=(weight.shape[1] + 1)**-.5)
 
-
+# %% ../../../nbs/core/model/models.ipynb #22dc4f70
 def load_scalar(
     spec: str,            # a policy or a scalar model, as for `load_policy`
     cfg: Config,
@@ -189,14 +189,14 @@ def before(response: torch.Tensor) -> torch.Tensor:
     "Mark the positions whose states predict a response's tokens: (B, T), as the response's mask."
     return F.pad(response[:, 1:], (0, 1))
 
-
+# %% ../../../nbs/core/model/models.ipynb #039561a8
 def _positions(mask: torch.Tensor, right: bool) -> torch.Tensor:
     "Count the positions (B, T) of real tokens; with padding on the right they run on over it."
     counted = (torch.ones_like(mask) if right else mask).cumsum(1) - 1
     longest = int(mask.any(0).sum())
     return counted.clamp(0, max(0, longest - 1))
 
-
+# %% ../../../nbs/core/model/models.ipynb #da1da71b
 def hidden_states(
     policy: Policy,
     ids: torch.Tensor,    # (B, T)
@@ -244,7 +244,7 @@ def _head_parts(policy) -> dict:
     cap = getattr(config, 'final_logit_softcapping', None) or 0.
     return dict(weight=weight, bias=bias, scale=scale, cap=cap)
 
-
+# %% ../../../nbs/core/model/models.ipynb #0a103958
 def logits_of(policy: Policy, states: torch.Tensor) -> torch.Tensor:
     "A policy's logits, (..., V), from its last hidden states."
     return head_logits(states, **_head_parts(policy))
@@ -322,7 +322,7 @@ def _last_states(policy: Policy, prompts: list[list[int]]) -> torch.Tensor:
     read = torch.zeros_like(mask).index_put(last, mask.new_ones(()))
     return hidden_states(policy, ids, mask, read=read)[last]
 
-
+# %% ../../../nbs/core/model/models.ipynb #224060d9
 def _log_odds(policy: Policy, states: torch.Tensor, pairs: list) -> torch.Tensor:
     "Compute log p of the second minus that of the first token behind each state, in float32."
     head = _head_parts(policy)
@@ -334,7 +334,7 @@ def _log_odds(policy: Policy, states: torch.Tensor, pairs: list) -> torch.Tensor
             odds.append(head_logits(state, **two_rows).diff())
     return torch.cat(odds)
 
-
+# %% ../../../nbs/core/model/models.ipynb #b48a3dd1
 def next_log_odds(
     policy: Policy,
     prompts: list[list[int]],      # N
@@ -357,7 +357,7 @@ def _last_tokens(policy: Policy, ids: torch.Tensor, mask: torch.Tensor) -> torch
     real = mask * (ids != policy.config.get_text_config().pad_token_id)
     return (real * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
 
-
+# %% ../../../nbs/core/model/models.ipynb #97319862
 def sequence_scores(
     policy: Policy,
     ids: torch.Tensor,   # (B, T)
@@ -449,7 +449,7 @@ def _write_weights(policy: Policy, folder: Path, cfg: Config):
     written = dict(dtype=str(dtype).split('.')[1])
     write_json(folder/'config.json', read_json(folder/'config.json') | written)
 
-
+# %% ../../../nbs/core/model/models.ipynb #af01b89c
 def _drop_older(run):
     "Remove the older of a run's policies by step, where it keeps only some."
     limit = getattr(run.cfg, 'save_total_limit', 0)
@@ -458,7 +458,7 @@ def _drop_older(run):
     steps.sort(key=lambda p: int(p.name[6:]))
     for p in steps[:-limit]: remove(p)
 
-
+# %% ../../../nbs/core/model/models.ipynb #f37fa02d
 @written_once
 def _write_model(policy, run, name: str):
     model = policy.model
@@ -472,7 +472,7 @@ def _write_model(policy, run, name: str):
         (temporary/'README.md').write_text(_model_card(policy, run), encoding='utf-8')
     _drop_older(run)
 
-
+# %% ../../../nbs/core/model/models.ipynb #bacf91eb
 def save_model(
     policy: Policy,
     run,                  # the run whose folder it is written into

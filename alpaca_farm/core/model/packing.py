@@ -178,7 +178,7 @@ def _packing_error(policy) -> float:
             errors.append((alone - found[:len(alone)]).abs().max() / alone.std())
     return max(errors)
 
-
+# %% ../../../nbs/core/model/packing.ipynb #f800ab4d
 @torch.no_grad()
 def reads_packed(policy: Policy) -> bool:
     "Try whether a model's states are the same in a packed batch, and remember it."

@@ -185,7 +185,7 @@ class TokenRows(torch.nn.Module):
         rows = self.rows[new.clamp(min=0)].to(states.dtype)
         return torch.where((new >= 0)[..., None], rows, states)
 
-
+# %% ../../../nbs/core/model/policy.ipynb #d531d2dc
 def grow_tables(model, size: int):
     "Make room for `size` tokens, in place."
     if size > model.get_input_embeddings().weight.shape[0]:
@@ -217,7 +217,7 @@ def base_mark(folder: str) -> str:
     files = sorted(at_root(folder).glob('*.safetensors'))
     return digest([file_hash(p) for p in files]) if files else ''
 
-
+# %% ../../../nbs/core/model/policy.ipynb #56f097e9
 def _peft_names(policy) -> dict[str, torch.nn.Parameter]:
     "The own weights of a policy with an adapter, named as in the files of `peft`."
     part = f'.{policy.adapter}.'
