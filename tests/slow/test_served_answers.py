@@ -111,4 +111,4 @@ def test_one_model_is_named_and_has_a_key(tmp_path, monkeypatch):
     monkeypatch.delenv('OPENAI_API_KEY')
     with pytest.raises(ValueError, match='OPENAI_API_KEY'): run(config(tmp_path))
     with pytest.raises(ValueError, match='name one model'): config(tmp_path, served='')
-    with pytest.raises(ValueError, match='leave samples'): config(tmp_path, samples='a')
+    with pytest.raises(ValueError, match='leave samples'): config(tmp_path, samples=__file__)
