@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from .settings import no_secrets, root
+from .settings import no_secrets
 from .processes import LAUNCHER
 
 # %% ../../../nbs/core/run/execution.ipynb #ce0be4fd
@@ -92,23 +92,21 @@ def warm_server():
     return context
 
 # %% ../../../nbs/core/run/execution.ipynb #ab0b8ca8
-def _prepare(environment: dict, folder: Path):
-    "Give a process that was just forked an environment and a folder; it ends with its parent."
+def _prepare(environment: dict):
+    "Give a process that was just forked its environment; it ends with its parent."
     def end_with_parent():   # however that ended
         multiprocessing.parent_process().join()
         os.kill(os.getpid(), signal.SIGTERM)   # what it asks a judge is waited for
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
 
 # %% ../../../nbs/core/run/execution.ipynb #f032589f
 def start_process(f, *args) -> Future:
     "Call a function in a process of its own, which has loaded the libraries already."
     not_its_own = 'JPY_SESSION_NAME', *LAUNCHER   # the session of a notebook that is open
     environment = {k: v for k, v in os.environ.items() if k not in not_its_own}
-    pool = ProcessPoolExecutor(1, warm_server(), _prepare, (environment | ONE_THREAD, root()))
+    pool = ProcessPoolExecutor(1, warm_server(), _prepare, (environment | ONE_THREAD,))
     main = sys.modules['__main__']
     sys.modules['__main__'] = types.ModuleType('__main__')
     try: future = pool.submit(f, *args)
@@ -139,6 +137,7 @@ def run_job(
     "Execute a notebook on one core, in a process that does nothing else, here or on a cluster."
     os.environ.update(ONE_THREAD | variables)
     os.chdir(folder)
+    sys.path.insert(0, str(folder))
     with open(log, 'w') as f:
         for stream in (1, 2): os.dup2(f.fileno(), stream)
     import torch
