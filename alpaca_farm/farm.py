@@ -238,7 +238,7 @@ def run(cfg: FarmConfig):
     began = time.monotonic()
     jobs = []
     for k in range(cfg.seeds): jobs += farm_jobs(cfg, k)
-    failed = run_jobs(jobs, cfg.workers, 'farm', cfg.place)
+    failed = run_jobs(jobs, workers=cfg.workers, name='farm', place=cfg.place)
     made = tuple(job.out for job in jobs if read_summary(job.out))
     replicates = []
     for k in range(cfg.seeds):

@@ -138,10 +138,10 @@ def test_spread_over_replicates():
 
 def test_the_farm_runs_where_its_place_says(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, *where: asked.append(where) or ['no'])
+    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, **where: asked.append(where) or ['no'])
     cfg = FarmConfig(place='ray', workers=3, runs=str(tmp_path/'runs'))
     with pytest.raises(RuntimeError, match='no'): farm.run(cfg)
-    assert asked == [(3, 'farm', 'ray')]
+    assert asked == [dict(workers=3, name='farm', place='ray')]
 
 
 def wait_for_end(processes):
