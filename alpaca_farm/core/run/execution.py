@@ -117,13 +117,14 @@ def start_process(f, *args) -> Future:
 # %% ../../../nbs/core/run/execution.ipynb #3b7062b2
 @contextmanager
 def ending_processes():
-    "End the processes that were started in the block, also if it is interrupted."
+    "End the processes that were started in the block if it is interrupted."
     others = multiprocessing.active_children()
     try: yield
-    finally:
+    except BaseException:   # KeyboardInterrupt is one
         own = set(multiprocessing.active_children()) - set(others)
         for process in own: process.terminate()
         for process in own: process.join()
+        raise
 
 # %% ../../../nbs/core/run/execution.ipynb #b7400d84
 def run_job(

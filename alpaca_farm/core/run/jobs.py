@@ -131,7 +131,8 @@ def slurm(
     "Return Slurm as a place for jobs; RuntimeError where there is none."
     import submitit
     executor = submitit.AutoExecutor(at_root('runs/slurm'), cluster=cluster)
-    executor.update_parameters(gpus_per_node=gpus)
+    executor.update_parameters(timeout_min=24*60)   # five minutes otherwise
+    if gpus: executor.update_parameters(gpus_per_node=gpus)
     return Place(executor.submit, [{}]*(workers or 1000))
 
 # %% ../../../nbs/core/run/jobs.ipynb #bfad5a85
@@ -202,13 +203,13 @@ def _start(table: _Table, job: Job):
 # %% ../../../nbs/core/run/jobs.ipynb #4e193a58
 def _start_next(table: _Table):
     "Start the jobs for which there is a slot, and whose needs are met."
+    missing = {job.out for job in (*table.waiting, *table.running)}   # another table's are there
     for job in list(table.waiting):
-        missing = {j.out for j in (*table.waiting, *table.running)}   # another table's are there
         lost = [need for need in job.needs if need in table.failed]
         if lost: table.failed[job.out] = f'{job.out}: not run, since {lost[0]} is missing'
         elif missing & {*job.needs} or not table.place.slots: continue
         else: _start(table, job)
-        table.waiting.remove(job)
+        table.waiting.remove(job)   # a fresh run is there already
 
 # %% ../../../nbs/core/run/jobs.ipynb #dacbe474
 def _collect(table: _Table):
@@ -235,7 +236,8 @@ def _time_left(
     done = table.ended
     left = sum(job.cost for job in table.waiting)
     for job, started in table.running.items():
-        share = shares[job] or .5*(table.ended > 0)
+        share = shares[job]
+        if table.ended and not share: share = .5
         done += job.cost*max(0., share - started.before)
         left += job.cost*(1 - share)
     if not done: return left/max(1, len(table.running))   # as they declare
