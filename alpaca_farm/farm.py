@@ -21,7 +21,7 @@ from .core.ask.judge_configs import JudgedConfig
 from .core.run.files import notebooks_folder, read_yaml
 from .core.run.identity import run_config
 from .core.run.inputs import recipes
-from .core.run.jobs import Job, machines, run_jobs, study_job
+from .core.run.jobs import Job, run_jobs, study_job
 from .core.run.runs import check_run_folder, read_summary, start, write_csv
 from .core.run.settings import at_root, command, Count, Positive, refuse_unknown
 from .judging.judges import load_annotators
@@ -44,7 +44,7 @@ class FarmConfig(JudgedConfig):
     seeds: Positive = 1  # replicates; those after the first in <runs>/seed_1, seed_2, ...
     size: str = 'default'  # default, quick (coarser), or a file like nbs/recipes/quick.yaml
     workers: Count = 0                    # runs side by side; 0 for the number of cores
-    address: str = ''  # of a Ray cluster that makes the runs; empty for this machine
+    place: str = ''  # where the runs are made: empty for this machine, ray or slurm
     crowd: str = ''  # annotators for the second training; empty: the crowd of each world
     held_out: str = ''  # those who judge the board; empty: the held-out crowd of each world
     pool: str = ''  # simulated annotators: they label and judge; empty: the pool of each world
@@ -238,7 +238,7 @@ def run(cfg: FarmConfig):
     began = time.monotonic()
     jobs = []
     for k in range(cfg.seeds): jobs += farm_jobs(cfg, k)
-    failed = run_jobs(jobs, name='farm', place=machines(cfg.address, cfg.workers))
+    failed = run_jobs(jobs, workers=cfg.workers, name='farm', place=cfg.place)
     made = tuple(job.out for job in jobs if read_summary(job.out))
     replicates = []
     for k in range(cfg.seeds):

@@ -174,11 +174,11 @@ def given(words):
 
 def run_notebook(notebook, executed, given):
     "Exit status and output of a notebook in a process forked as the farm's are."
-    from alpaca_farm.core.run.execution import start_process
+    from alpaca_farm.core.run.execution import run_job, start_process
     log = Path(executed).with_suffix('.txt')
-    process = start_process(Path(notebook), Path(executed), given, log)
-    process.join()
-    return process.exitcode, log.read_text()
+    call = start_process(run_job, Path(notebook), Path(executed), given, log, ROOT, {})
+    error = call.exception()
+    return error is not None, f'{log.read_text()}{error or ""}'
 
 
 def run_module(notebook, given, log):

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -553,20 +554,18 @@ def test_a_default_that_a_user_has_made_is_named(base, tmp_path, monkeypatch, ca
 def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
         base, run_of_sft, monkeypatch, capsys):
     folder, _ = run_of_sft
-    class Started:
-        workers = exitcode = 1
-        def check(self, jobs): pass
-        def fits(self, *_): return True
-        def start(self, *_): return self
-        def terminate(self): pass
+    failing = Future()
+    failing.set_exception(RuntimeError('it broke'))
+    place = jobs.Place(lambda *_: failing, [{}])
+    monkeypatch.setitem(jobs.PLACES, 'toys', lambda workers, gpus: place)
     given = read_json(folder/'config.json')['given'] | dict(learning_rate=.5)
-    failed = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place=Started())
+    failed = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place='toys')
     assert len(failed) == 1 and f'{folder} was made with other settings: it is kept as sft~1' in \
         capsys.readouterr().out
     with monkeypatch.context() as m:
         m.setattr(jobs, 'is_fresh', lambda *_: content_hash(str(folder/'log.jsonl')) == '')
         turn_a_bit(folder/'log.jsonl')
-        failed, = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place=Started())
+        failed, = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place='toys')
     assert 'log.jsonl is damaged' in failed
 
 

@@ -66,13 +66,6 @@ def check(command):
         module = next(w for w in words[words.index('-m') + 1:] if not w.startswith('-'))
         if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
         options = words[words.index(module) + 1:]
-        # a notebook, then -g setting values..., -p setting value
-        if module == 'alpaca_farm.core.run.jobs':
-            text = re.sub(r'--\S+ \S+', '', ' '.join(options[1:]))
-            parts = re.split('-[pg] ', text)[1:]
-            for name, *values in map(str.split, parts):
-                for value in values: check_settings(options[0], {name: value})
-            return
         if '-f' in options:
             file = tiny.ROOT/options.pop(options.index('-f') + 1)
             options.remove('-f')

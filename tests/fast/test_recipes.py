@@ -1,5 +1,5 @@
 "Every parameter file has settings that exist, with values of their types."
-from types import SimpleNamespace
+from concurrent.futures import Future
 
 import pytest
 import tiny
@@ -117,9 +117,11 @@ def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     monkeypatch.setattr(build, 'is_fresh', lambda path: str(path) in made)
     monkeypatch.setattr(build, 'at_root', lambda path: tmp_path/path)
     def start(notebook, out, settings):
+        future = Future()
+        future.set_result(None)
         made.append(out)
         (tmp_path/f'{out}.txt').write_text('')
-        return SimpleNamespace(join=lambda: None, terminate=lambda: None, exitcode=0)
+        return future
     (tmp_path/'runs').mkdir()
     monkeypatch.setattr(build, 'start_notebook', start)
     notebook, settings = build.recipe('runs/rloo_free_judge')

@@ -7,7 +7,7 @@ from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.run.execution import start_process
+from alpaca_farm.core.run.execution import run_job, start_process
 from alpaca_farm.core.run.files import notebooks_folder
 from alpaca_farm.core.run.runs import read_log, read_summary
 
@@ -52,7 +52,6 @@ def test_greedy_answers_are_those_of_transformers(base):
 def test_a_run_of_a_farm_can_use_the_card(base, tmp_path):
     "It is forked from a process that has loaded the libraries."
     given = dict(tiny.settings('sft', base, device='cuda'), out=str(tmp_path/'run'))
-    process = start_process(notebooks_folder()/'sft.ipynb', tmp_path/'run.ipynb', given,
-                            tmp_path/'run.txt')
-    process.join()
-    assert read_summary(tmp_path/'run')['device_memory_gb'] > 0, (tmp_path/'run.txt').read_text()
+    start_process(run_job, notebooks_folder()/'sft.ipynb', tmp_path/'run.ipynb', given,
+                  tmp_path/'run.txt', tiny.ROOT, {}).result()
+    assert read_summary(tmp_path/'run')['device_memory_gb'] > 0

@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from .execution import start_process
+from .execution import ending_processes, run_job, start_process
 from .files import (at_root, locked, looks_like_hub, notebook_path,
-    notebooks_folder, read_yaml)
+    notebooks_folder, read_yaml, root)
 from .identity import content_hash, notebook_hash, run_config, run_of
 from .settings import as_list, Config, refuse_unknown
 
@@ -97,15 +97,16 @@ def recipe(path: str) -> tuple[str, dict] | None:
 # %% ../../../nbs/core/run/inputs.ipynb #75e38d91
 def start_notebook(
     notebook: str,
-    out: str,             # run folder
+    out: str,              # run folder
     settings: dict,
-    variables: dict = {}, # of the environment
+    variables: dict = {},  # of the environment
+    submit=start_process,  # takes a function and its arguments, and returns a future
 ):
-    "Start a notebook of this project in a process of its own."
+    "Start a notebook of this project in a process of its own, here or on a cluster."
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return start_process(notebook_path(notebook), Path(f'{folder}.ipynb'),
-                         dict(settings, out=str(out)), Path(f'{folder}.txt'), variables)
+    return submit(run_job, notebook_path(notebook), Path(f'{folder}.ipynb'),
+                  dict(settings, out=str(out)), Path(f'{folder}.txt'), root(), variables)
 
 # %% ../../../nbs/core/run/inputs.ipynb #952afdac
 def build(notebook: str, out: str, **settings):
@@ -121,15 +122,11 @@ def build(notebook: str, out: str, **settings):
         settings = run_config(out).get('given', settings)
         print(f'{out} is missing, unfinished, or made from earlier code or inputs: '
               f'building it with nbs/{notebook}.ipynb')
-        process = start_notebook(notebook, out, settings)
-        try: process.join()
-        finally:   # if this process was interrupted; answers that it has paid for are waited for
-            process.terminate()
-            process.join()
-        if process.exitcode:
-            tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
+        with ending_processes():   # also if this one is interrupted
+            error = start_notebook(notebook, out, settings).exception()
+        if error:
             raise RuntimeError('\n'.join([f'{out} could not be built; see {output} and {out}.ipynb',
-                                          *tail]))
+                                          *str(error).strip().split('\n')[-12:]]))
         output.unlink()
 
 # %% ../../../nbs/core/run/inputs.ipynb #916716e4

@@ -17,57 +17,43 @@ def duration(seconds: float) -> str:
 
 # %% ../../../nbs/core/run/progress.ipynb #d19e0012
 def _terminal() -> int | None:
-    "The terminal of a kernel: its stderr is a pipe, and ipykernel keeps a copy of the one before."
+    "The terminal of a kernel: its stderr is a pipe, and only ipykernel knows the one before."
     return getattr(sys.stderr, '_original_stdstream_copy', None)
 
-
+# %% ../../../nbs/core/run/progress.ipynb #b06ac1d1
 def tell(line: str):
     "Print a line, of a notebook's kernel on its terminal too."
-    print('\r\x1b[K'*sys.stdout.isatty() + line)   # over the live line
+    over = '\r\x1b[K' if sys.stdout.isatty() else ''
+    print(over + line)
     if _terminal() is not None: os.write(_terminal(), f'\r{line}\n'.encode())
 
 # %% ../../../nbs/core/run/progress.ipynb #0d5f7a21
 def _curve(points: list[tuple[float, float]], label: str = '') -> str:
-    "SVG of values by step; empty for fewer than two finite values."
+    "HTML of a curve of values by step; empty for fewer than two finite values."
     points = [(x, y) for x, y in points[::1 + len(points)//320] if math.isfinite(y)]
     if len(points) < 2: return ''
     xs, ys = zip(*points)
     first = min(xs)
     last = max(xs)
-    lowest = min(ys)
-    highest = max(ys)
-    left = 60
-    right = 310
-    top = 10
-    low = 70
-    line = ''
-    for x, y in points:
-        across = left + (right - left)*(x - first)/(last - first)
-        up = low - (low - top)*(y - lowest)/(highest - lowest or 1)
-        line += f'{across:.1f},{up:.1f} '
-    texts = ''
-    marks = ((left - 5, top + 4, 'end', highest), (left - 5, low + 4, 'end', lowest),
-             (left, low + 16, 'start', first), (right, low + 16, 'end', last))
-    for x, y, end, value in marks:
-        texts += f'<text x="{x}" y="{y}" text-anchor="{end}">{value:.4g}</text>'
-    return (f'<svg width="320" height="90" role="img" aria-label="{html.escape(label)}" '
-            'font-size="11" fill="currentColor">'
-            '<polyline fill="none" stroke="var(--jp-brand-color1,#1976d2)" '
-            f'stroke-width="1.5" points="{line.strip()}"/>{texts}</svg>')
+    low = min(ys)
+    high = max(ys)
+    line = ' '.join(f'{x:.6g},{-y:.6g}' for x, y in points)   # SVG counts downwards
+    box = f'{first} {-high:.6g} {last - first or 1} {high - low or 1:.6g}'
+    return (f'<svg width="320" height="60" viewBox="{box}" preserveAspectRatio="none" role="img" '
+            f'overflow="visible" aria-label="{html.escape(label)}"><polyline points="{line}" '
+            'fill="none" stroke="var(--jp-brand-color1,#1976d2)" stroke-width="1.5" '
+            'vector-effect="non-scaling-stroke"/></svg>'
+            f'<div>from {low:.4g} to {high:.4g}, steps {first} to {last}</div>')
 
 # %% ../../../nbs/core/run/progress.ipynb #b2686740
-class _WidgetLine:
-    "A line in the output of a widget, which takes no updates of a display."
-    def __init__(self, name: str):
-        from IPython.display import display
-        from ipywidgets import HTML
-        self.box = HTML(html.escape(name))
-        display(self.box)
+def _live_output(line: str):
+    "Display a line in a notebook, and return the handle that updates it; None elsewhere."
+    shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
+    if not hasattr(shell, 'kernel'): return None
+    from IPython.display import display
+    return display({'text/plain': line}, raw=True, display_id=True)
 
-    def update(self, shown: dict, raw: bool):
-        self.box.value = shown.get('text/html', html.escape(shown['text/plain']))
-
-
+# %% ../../../nbs/core/run/progress.ipynb #8881d3da
 class Progress:
     "A line `name 12/30 reward 0.41, 25 s left`, redrawn in place, with a bar and a curve."
     live = None   # the line that is being redrawn
@@ -87,14 +73,8 @@ class Progress:
         self.points = []
         self.fd = _terminal() or 2
         self.terminal = os.isatty(self.fd)
-        self.handle = None
+        self.handle = _live_output(name)
         Progress.live = self
-        shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-        if hasattr(shell, 'kernel'):
-            from IPython.display import display
-            header = shell.kernel.get_parent().get('header', {})   # of what is executed
-            if header.get('msg_type') == 'comm_msg': self.handle = _WidgetLine(name)
-            else: self.handle = display({'text/plain': name}, raw=True, display_id=True)
 
     def __call__(self,
         step: int,                    # steps that are done
@@ -108,12 +88,12 @@ class Progress:
         if value is not None: self.points.append((step, value))
         if self.first is None: self.first = step, now   # later ones do not load and compile
         if not over and now - self.last < self.every: return
+        self.last = now
         taken = step - self.first[0]
         if left is None and taken: left = (now - self.first[1])/taken*(self.total - step)
-        self.last = now
         self.line = f'{self.name} {step}/{self.total} {text}'.rstrip()
-        if not over and left is not None: self.line += f', {duration(left)} left'
         if over: Progress.live = None
+        elif left is not None: self.line += f', {duration(left)} left'
         self.show(self.line, over, step)
 
     def show(self,
@@ -128,7 +108,8 @@ class Progress:
             drawn = _curve(self.points, line)
             shown['text/html'] = f'<div>{html.escape(line)}</div><div>{bar}</div>{drawn}'
         if self.handle is not None: self.handle.update(shown, raw=True)
-        if self.terminal: os.write(self.fd, f'\r\x1b[K{line}'.encode() + b'\n'*over)
+        end = '\n' if over else ''
+        if self.terminal: os.write(self.fd, f'\r\x1b[K{line}{end}'.encode())
         elif time.monotonic() - self.told > 60: self.tell(line)
 
     def tell(self, line: str):
@@ -145,18 +126,16 @@ def passes(
 ):
     "Yield the items one by one; the live line tells how many are done."
     items = list(items)
+    line = Progress.live
     own = None
-    began = last = time.monotonic()
+    shown = time.monotonic()
     for k, item in enumerate(items):
-        if time.monotonic() - last > patience:
-            last = time.monotonic()
-            line = Progress.live
-            if own or not line:
+        if time.monotonic() - shown > patience:
+            shown = time.monotonic()
+            if line: line.show(f'{line.line}; {name} {k}/{len(items)}')
+            else:
                 own = own or Progress(name, len(items))
                 own(k)
-            else:
-                left = (last - began)/max(k, 1)*(len(items) - k)
-                line.show(f'{line.line}; {name} {k}/{len(items)}, {duration(left)}')
         yield item
     if own: own(len(items))
 

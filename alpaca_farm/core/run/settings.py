@@ -195,7 +195,7 @@ class Config(_Given):
     # that names the model whose size decides on what is left open
     inputs = {}
     answering = ()
-    aside = ('out', 'workers', 'address', 'tracker', 'save_total_limit')
+    aside = ('out', 'workers', 'place', 'tracker', 'save_total_limit')
     sized_by = 'policy'
 
     def __post_init__(self):
