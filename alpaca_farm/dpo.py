@@ -15,7 +15,7 @@ from annotated_types import Ge, Interval
 import torch
 import torch.nn.functional as F
 
-from alpaca_farm.core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
+from alpaca_farm.core.answers import (answer_eval_split, answer_labels, AnswerConfig,
     mean, preflight, settle)
 from .core.data.preferences import swap_outputs
 from .core.data.records import load_records
@@ -303,7 +303,7 @@ class LabelledAnswers:
 def train(cfg: DPOConfig):
     "Optimise a policy on preferences; writes model/, outputs.json, log.jsonl, summary.json."
     run = start(cfg, train)
-    if run.done: return answer_again(run)
+    if run.done: return run
     records, *labels = read_labels(cfg)
     rows = hold_out(records, cfg.held_out, cfg.seed)
     preflight(cfg, ('eval_split',))

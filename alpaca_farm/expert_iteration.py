@@ -12,7 +12,7 @@ from typing import Annotated
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
+from .core.answers import (answer_eval_split, AnswerConfig, load_split,
     preflight, sample_answers, SampleConfig, settle)
 from .core.data.records import each_answer, find_file, load_records, read_rows
 from .core.run.files import at_root, write_json
@@ -95,7 +95,7 @@ def _rounded(values) -> list[float]: return [round(float(v), 3) for v in values]
 def train(cfg: ExpertIterationConfig):
     "Repeat best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json."
     run = start(cfg, train, STAGES)
-    if run.done: return answer_again(run)
+    if run.done: return run
     preflight(cfg, ('split', 'val_split', 'eval_split'))
     asked = load_split(cfg, 'split')
     each = len(asked)//cfg.rounds

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from .core.run.inputs import ensure_inputs
+from .core.run.runs import ensure_inputs
 from .core.data.dialogues import prompt_key, prompt_text
 from .core.run.files import at_root, digest
 from .core.data.preferences import hash_uniform, is_preference, pair_identity

@@ -17,7 +17,7 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import answer_again, load_split, mean_figures, preflight, settle
+from .core.answers import load_split, mean_figures, preflight, settle
 from alpaca_farm.core.functional import (gae, has_spread, kl_estimate, KL_KINDS, masked_mean,
     masked_var, masked_whiten)
 from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
@@ -314,7 +314,7 @@ def train(cfg: PPOConfig):
     from alpaca_farm.annotators import annotate_pairs
     from alpaca_farm.judging.judges import load_annotators
     run = start(cfg, train)
-    if run.done: return answer_again(run)
+    if run.done: return run
     preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)

@@ -14,7 +14,7 @@ from annotated_types import Ge
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import answer_again, load_split, mean_figures, preflight, settle
+from .core.answers import load_split, mean_figures, preflight, settle
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.functional import widen
 from alpaca_farm.core.model.models import (answer_states, load_policy, load_reference,
@@ -175,7 +175,7 @@ def _draw_rows(n: int, step: int, cfg: QuarkConfig) -> list[list[int]]:
 def train(cfg: QuarkConfig):
     "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
-    if run.done: return answer_again(run)
+    if run.done: return run
     preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)

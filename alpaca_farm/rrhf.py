@@ -14,7 +14,7 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import (answer_again, answer_eval_split, AnswerConfig, end_turns,
+from .core.answers import (answer_eval_split, AnswerConfig, end_turns,
     mean, preflight, sample, SampleConfig, settle)
 from .core.data.records import (each_answer, LISTS, load_records, merge_candidates,
     select_candidates, without_lists)
@@ -325,9 +325,7 @@ def _count_labels(run) -> dict[str, int]:
 def train(cfg: RRHFConfig):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json and outputs.json."
     run = start(cfg, train)
-    if run.done:
-        names = 'length', 'ended', 'kl', 'reward', 'perplexity', 'perplexity_median'
-        return answer_again(run, names, lambda: _answer_figures(run))
+    if run.done: return run
     preflight(cfg, ('eval_split',))
     plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     queries, left_out = _load_queries(run, plain)

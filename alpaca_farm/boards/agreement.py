@@ -19,10 +19,8 @@ from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, 
     pool_weights, report_missing)
 from ..core.data.records import load_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.identity import run_config
-from ..core.run.inputs import ensure_inputs
 from ..core.run.progress import Progress
-from ..core.run.runs import start, write_csv, write_figure
+from ..core.run.runs import ensure_inputs, run_config, start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import one_hot_votes, vote_mode
 from ..judging.judges import (ask_both_orders, check_all_answered,

@@ -21,8 +21,7 @@ from alpaca_farm.core.data.preferences import (answer_preferences, match_prompts
     pair_up)
 from ..core.data.records import load_records
 from ..core.run.files import read_json
-from ..core.run.inputs import recipes
-from ..core.run.runs import read_summary, write_csv, write_figure
+from ..core.run.runs import read_summary, recipes, write_csv, write_figure
 from ..core.run.settings import at_root
 from ..core.stats import replicate_interval
 from ..judging.judges import api_clients

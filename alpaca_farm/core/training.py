@@ -16,10 +16,9 @@ from .data.text import collate
 from .model.memory import tokens_to_train
 from .model.models import device_of, dtype_of, unique_weights
 from .model.policy import own_weights, Policy
-from .run.health import few_steps
 from .run.processes import add_up, rank
 from .run.progress import Progress
-from .run.runs import Run
+from .run.runs import few_steps, Run
 from .run.settings import TrainConfig
 from .model.sharding import (clip_gradients, divided_like, hold_layers,
     load_whole_state, shard_layers, whole_state)

@@ -30,7 +30,6 @@ from ..core.data.preferences import (annotator_preferences, answer_of, hash_unif
     report_missing, shown_swapped, swap_outputs)
 from ..core.data.formats import as_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.files import near_path
 from ..core.run.settings import at_root, Config, resolve
 from ..core.stats import sigmoid
 from .label_files import label_file
@@ -455,9 +454,7 @@ def _judge_kind(spec):
     if model_kind(spec):
         hint = ('. A language model needs a prompt: name a configuration, such as open_pool, '
                 'and map its model to this folder')
-    elif not os.path.exists(at_root(spec)):
-        near = near_path(spec)
-        hint = f'. Did you mean {near}?' if near else suggest_names(spec)
+    elif not os.path.exists(at_root(spec)): hint = suggest_names(spec)
     known = '; '.join(f'{kind.what} ({kind.example})' for kind in JUDGES.values())
     raise ValueError(f'{spec!r}: this is no annotator. One is: {known}{hint}')
 

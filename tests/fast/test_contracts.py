@@ -75,7 +75,7 @@ each_module = pytest.mark.parametrize('path', MODULES, ids=name_of)
 @each_notebook
 def test_a_notebook_is_known_as_its_module(path):
     "Executed from top to bottom, a notebook has the identity of the module that it exports."
-    from alpaca_farm.core.run.identity import code_hash, notebook_hash
+    from alpaca_farm.core.run.runs import code_hash, notebook_hash
     history = [source(c) for c in cells(path) if c['cell_type'] == 'code']
     executed = eval('lambda: 0', dict(In=history))
     module = importlib.import_module(config_of(path).__module__)

@@ -21,9 +21,7 @@ from alpaca_farm.core.model.loading import load_tokenizer
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.defaults import count_weights, default_of
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.health import CHECKS, few_steps, Health
-from alpaca_farm.core.run.inputs import is_fresh
-from alpaca_farm.core.run.runs import read_summary, Run
+from alpaca_farm.core.run.runs import CHECKS, few_steps, Health, is_fresh, read_summary, Run
 from alpaca_farm.core.run.settings import from_args, sized_defaults
 from alpaca_farm.dpo import DPOConfig
 from alpaca_farm.ppo import PPOConfig

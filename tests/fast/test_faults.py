@@ -24,10 +24,9 @@ from alpaca_farm.core.model import loading
 from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.run import files, identity, inputs, jobs, runs
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.inputs import ensure_inputs
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.identity import content_hash, read_signed, signed, written_hashes
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import (content_hash, ensure_inputs, read_log, read_signed,
+    read_summary, signed, written_hashes)
 from alpaca_farm.core.run.settings import Config
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]

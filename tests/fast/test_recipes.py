@@ -5,7 +5,7 @@ import pytest
 import tiny
 import yaml
 
-from alpaca_farm.core.run.inputs import methods, recipes
+from alpaca_farm.core.run.runs import methods, recipes
 from alpaca_farm.core.run.settings import as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from tiny import config_class as config_of

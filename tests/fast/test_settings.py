@@ -331,7 +331,7 @@ def test_a_rebuilt_run_is_not_tracked_again_and_git_need_not_be_there(monkeypatc
 
 def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch):
     import huggingface_hub
-    from alpaca_farm.core.run.identity import content_hash
+    from alpaca_farm.core.run.runs import content_hash
     from alpaca_farm.core.model.models import load_policy
     from alpaca_farm.sft import SFTConfig
     cache, commit = elsewhere/'cache'/'models--ann--policy', '9f'*20
@@ -373,7 +373,7 @@ def test_the_wheel_works_without_a_checkout(installed, tmp_path):
     code = '''
 from pathlib import Path
 from alpaca_farm.core.ask.judge_configs import judge_config_file
-from alpaca_farm.core.run.inputs import recipe
+from alpaca_farm.core.run.runs import recipe
 from alpaca_farm.core.run.files import at_root, notebook_path, notebooks_folder
 from alpaca_farm.farm import FarmConfig
 assert notebooks_folder() == Path(SITE)/'alpaca_farm'/'nbs', notebooks_folder()

@@ -16,8 +16,7 @@ import pytest
 import tiny
 from alpaca_farm import sft
 from alpaca_farm.core.run import runs
-from alpaca_farm.core.run.identity import content_hash
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import content_hash, notebook_hash, read_log, read_summary, start
 from tiny import run as train
 
 # settings with many steps, and the range from which the step of the kill is chosen
@@ -179,7 +178,6 @@ def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_pa
 
 SOURCE = '''
 from dataclasses import dataclass
-from alpaca_farm.core.run.runs import start
 from alpaca_farm.core.run.settings import Config
 
 WEIGHT = 1.
@@ -213,7 +211,6 @@ def toy(folder, name, source):
 
 
 HASHES = """
-from alpaca_farm.core.run.identity import notebook_hash
 print(*(notebook_hash(name) for name in ('dpo', 'ppo', 'world')))
 """
 
@@ -270,7 +267,6 @@ def test_one_writer_at_a_time(tmp_path):
 WRITER = '''
 import importlib.util, sys
 from alpaca_farm.core.run import runs
-from alpaca_farm.core.run.identity import content_hash
 sys.path.insert(0, sys.argv[1])
 import toy_d
 runs._lock.__defaults__ = .3,   # seconds of patience

@@ -16,7 +16,7 @@ import torch
 from ..data.text import end_token, set_template_arguments
 from .memory import check_memory
 from .policy import add_saved, base_of, is_adapter, merge, Policy
-from ..run.files import (ask_hub, at_root, atomic_folder, cache_folder, file_hash,
+from ..run.files import (at_root, atomic_folder, cache_folder, file_hash,
     hub_snapshot, locked, looks_like_hub, open_tensors, read_json)
 from ..run.settings import Config
 
@@ -94,7 +94,7 @@ def model_path(spec: str) -> str:
             raise FileNotFoundError(f'{spec} is an adapter without config.json: copy that and the '
                                     'files of the tokenizer from its base model into the folder')
     if not at_root(spec).exists() and looks_like_hub(spec):
-        return hub_snapshot(spec) if '@' in spec else ask_hub(spec)
+        return hub_snapshot(spec) if '@' in spec else spec
     found = ''.join(f'. Did you mean {p}?' for p in [*at_root(spec).glob('*.gguf')][:1])
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
                             f'or in its folder model/{found}')

@@ -6,10 +6,10 @@
 __all__ = ['PREFIX', 'names_file', 'atomic_write', 'json_text', 'write_json', 'read_json', 'read_yaml', 'remove', 'atomic_folder',
            'tidy', 'digest', 'cache_folder', 'file_hash', 'lock_of', 'unlock', 'locked', 'save_state', 'open_tensors',
            'load_state', 'append_lines', 'read_lines', 'root', 'at_root', 'notebooks_folder', 'notebook_path',
-           'module_of', 'looks_like_hub', 'near_path', 'missing_path', 'ask_hub', 'hub_snapshot']
+           'module_of', 'looks_like_hub', 'missing_path', 'hub_snapshot']
 
 # %% ../../../nbs/core/run/files.ipynb #aaceba8c
-import contextlib, difflib, functools, hashlib, json, os, re, shutil
+import contextlib, functools, hashlib, json, os, re, shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -302,61 +302,17 @@ def looks_like_hub(value: str) -> bool:
     if name.endswith(_FILES): return False
     return not os.path.isdir(at_root(owner))
 
-# %% ../../../nbs/core/run/files.ipynb #a3c1d0e6
-def _near_in(folder: Path, parts: tuple[str, ...]) -> Path | None:
-    "The path in a folder that is nearest to `parts`, part by part."
-    for part in parts:
-        try: names = os.listdir(folder)
-        except OSError: return None
-        near = difflib.get_close_matches(part, names, 1)   # the part itself, if it is there
-        if not near: return None
-        folder /= near[0]
-    return folder
-
-
-def near_path(value: str) -> str:
-    "Find the existing path nearest to `value`; empty if none is near."
-    given = Path(os.path.expanduser(value))
-    if given.anchor: return str(_near_in(Path(given.anchor), given.parts[1:]) or '')
-    found = _near_in(root(), given.parts) or _near_in(Path.cwd(), given.parts)
-    return os.path.relpath(found, root()) if found else ''
-
 # %% ../../../nbs/core/run/files.ipynb #a3c1d0e8
 def missing_path(value: str) -> str:
-    "Say where a path was looked for, and the nearest one that exists: the end of an error message."
-    near = near_path(value)
-    meant = f' (did you mean {near}?)' if near else ''
-    return f'there is no such file or folder under {root()}{meant}'
+    "Say where a path was looked for: the end of an error message."
+    return f'there is no such file or folder under {root()}'
 
-# %% ../../../nbs/core/run/files.ipynb #a3c1d0e9
+# %% ../../../nbs/core/run/files.ipynb #decd1586
 def _reason(error: Exception) -> str:
-    "The first line of an error."
+    "Return the first line of an error."
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def ask_hub(
-    value: str,      # owner/name, or owner/name@revision: a branch, tag or commit
-    what: str = '',  # how the error begins
-) -> str:
-    "Return a name on the hub or in its cache; FileNotFoundError with the nearest local path."
-    from huggingface_hub import constants, HfApi
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    name, _, revision = value.partition(':')[0].partition('@')
-    reason = 'the Hugging Face hub has no such model or dataset'
-    kinds = 'model', 'dataset'
-    for kind in kinds:
-        cached = Path(constants.HF_HUB_CACHE)/f'{kind}s--{name.replace("/", "--")}'
-        parts = [cached/'refs'/revision, cached/'snapshots'/revision] if revision else [cached]
-        if any(part.exists() for part in parts): return value
-    for kind in kinds:
-        try: HfApi().repo_info(name, revision=revision or None, repo_type=kind, timeout=10)
-        except (RepositoryNotFoundError, HFValidationError): continue
-        except Exception as e: reason = f'the Hugging Face hub could not be asked ({_reason(e)})'
-        else: return value
-        break
-    raise FileNotFoundError(f'{what or value}: {missing_path(value)}, and {reason}')
-
-# %% ../../../nbs/core/run/files.ipynb #decd1586
 def hub_snapshot(value: str) -> str:
     "Find the folder in the hub's cache with one revision of a model, downloaded if needed."
     from huggingface_hub import snapshot_download

@@ -13,10 +13,9 @@ from pathlib import Path
 from .execution import ONE_THREAD
 from alpaca_farm.core.run.files import (at_root, atomic_write, module_of, notebook_path, read_json,
     root)
-from .identity import run_config
-from .inputs import is_fresh, recipe, start_notebook
 from .progress import duration, Progress, tell
-from .runs import free_name, read_log, read_summary
+from .runs import (free_name, is_fresh, read_log, read_summary, recipe,
+    run_config, start_notebook)
 from .settings import as_list, Config
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
