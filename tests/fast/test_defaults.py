@@ -210,13 +210,13 @@ def test_a_run_records_what_it_took_and_a_set_value_makes_another(base, tmp_path
     assert config['settings']['epochs'] == cfg.epochs > 2   # of 60 pairs, eight a step
     assert {'learning_rate', 'beta', 'epochs'} <= {*config['left_open']}
     assert not {'learning_rate', 'beta', 'epochs'} & {*config['given']}
-    assert dpo.train(cfg).answered and dpo.train(DPOConfig(**given)).answered
+    assert dpo.train(cfg).done and dpo.train(DPOConfig(**given)).done
     assert dpo.start(DPOConfig(**given), dpo.train).cfg.epochs == cfg.epochs
     del given['out']
     assert is_fresh(cfg.out, given | dict(learning_rate=None))
     assert not is_fresh(cfg.out, given | dict(learning_rate=1e-4))
     assert not dpo.start(DPOConfig(**given, out=cfg.out, learning_rate=1e-4), dpo.train).done
-    assert 'holds a run made with learning_rate = 0.0003 by size: it' in capsys.readouterr().out
+    assert 'learning_rate = 0.0003' in capsys.readouterr().out
 
 
 def test_best_of_n_takes_what_stored_samples_were_drawn_with(base, tmp_path):

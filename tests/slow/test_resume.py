@@ -395,11 +395,15 @@ def judge(pairs): return [1. for _ in pairs]""",
 
 
 def test_a_judges_configuration_is_known_by_its_content(tmp_path):
+    from alpaca_farm.annotators import AnnotatorsConfig
     shutil.copytree(tiny.ROOT/'nbs'/'recipes'/'judges'/'structured', tmp_path/'structured')
     folder = tmp_path/'structured'
-    def marks(): return [content_hash(str(p)) for p in (folder, folder/'configs.yaml')]
-    assert content_hash('structured') == marks()[0]
+    def mark(spec):
+        cfg = AnnotatorsConfig(annotators=str(spec))
+        return [content_hash(source) for source in runs._sources(cfg, 'annotators')]
+    def marks(): return mark(folder)
+    assert mark('structured') == marks() != mark('open_pool')
     for name in ('prompt.txt', 'configs.yaml'):
         before = marks()
         (folder/name).write_text((folder/name).read_text() + '\n# more')
-        assert not {*before} & {*marks()}
+        assert before != marks()

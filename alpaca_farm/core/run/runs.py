@@ -86,9 +86,8 @@ def run_of(source: str) -> Path | None:
 # %% ../../../nbs/core/run/runs.ipynb #24357ba7
 class _Source(NamedTuple):
     "What a module, or the cells of a notebook, execute."
-    mark: str      # hash of its statements; empty for none
-    modules: dict  # files that its imports execute: names of their packages
-    files: set     # paths that it may name
+    mark: str    # hash of its statements
+    files: dict  # that it imports, with the names of their packages, or may read, with None
 
 
 def _parse(text: str, package: str = '') -> list[ast.stmt]:
@@ -102,32 +101,26 @@ def _parse(text: str, package: str = '') -> list[ast.stmt]:
 
 # %% ../../../nbs/core/run/runs.ipynb #7cbc51c6
 def _places() -> tuple[str, ...]:
-    "List the folders in which modules of the user's lie."
+    "List the folders in which modules of ours and of the user's lie."
+    ours = Path(find_spec('alpaca_farm').origin).parents[1]
     own = [os.path.abspath(place) for place in sys.path if 'lib/python3' not in place]
-    return str(root()), *own
+    return str(ours), str(root()), *own
 
 
 @cache
 def _module_files(name: str, places: tuple) -> dict[Path, str]:
-    "Find the files that an import executes, its packages' too: names of their packages."
-    parts = name.split('.')
+    "Find the files that an import executes, its packages' too, with the names of their packages."
     found = {}
-    if parts[0] == 'alpaca_farm': places = Path(find_spec('alpaca_farm').origin).parents[1],
-    for folder in map(Path, places):
-        for k, part in enumerate(parts):
-            found[folder/f'{part}.py'] = '.'.join(parts[:k])
-            folder /= part
-            found[folder/'__init__.py'] = '.'.join(parts[:k + 1])
-    return {path: package for path, package in found.items() if path.is_file()}
+    for place in map(Path, places):
+        path = place
+        for part in name.split('.'):
+            path /= part
+            for file in (Path(f'{path}.py'), path/'__init__.py'):
+                if file.is_file(): found[file] = '.'.join(file.parent.relative_to(place).parts)
+        if found: break   # as Python does
+    return found
 
 # %% ../../../nbs/core/run/runs.ipynb #7af9c3bb
-def _imported(node) -> list[str]:
-    "List the modules that a node imports, and the imported names that may be modules."
-    if isinstance(node, ast.Import): return [name.name for name in node.names]
-    if isinstance(node, ast.ImportFrom): return [f'{node.module}.{name.name}' for name in node.names]
-    return []
-
-
 def _read_source(
     statements: list,
     places: tuple,               # folders in which modules lie
@@ -135,59 +128,27 @@ def _read_source(
 ) -> _Source:
     "Hash statements, and find what they import and name."
     tree = ast.Module(statements, [])
-    modules = {}
-    files = set()
+    files = {}
     for node in ast.walk(tree):
-        for name in _imported(node): modules |= _module_files(name, places)
+        names = []
+        if isinstance(node, ast.Import): names = [name.name for name in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names = [f'{node.module}.{name.name}' for name in node.names]   # it may be a module
+        for name in names: files |= _module_files(name, places)
         text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if folder and text and Path(node.value).suffix: files.add(folder/node.value)
-    return _Source(digest(ast.dump(tree)), modules, files)
-
-
-@cache
-def _read_module(
-    path: Path,
-    package: str,
-    changed: int,  # when the file was written, so that an edited one is read again
-    places: tuple,
-) -> _Source:
-    "Read a module's source."
-    statements = []
-    for statement in _parse(path.read_text(encoding='utf-8'), package):
-        names = [getattr(target, 'id', '') for target in getattr(statement, 'targets', [])]
-        if names != ['__all__']: statements.append(statement)   # which is nbdev's
-    ours = package.partition('.')[0] == 'alpaca_farm'
-    return _read_source(statements, places, None if ours else path.parent)
-
-# %% ../../../nbs/core/run/runs.ipynb #13335349
-def _code_hash(source: _Source) -> str:
-    "Hash a source, all that it imports and the files named there; empty if all are installed."
-    places = _places()
-    marks = {('', source.mark)} if source.mark else set()
-    seen = set()
-    todo = [source]
-    while todo:
-        source = todo.pop()
-        for file in source.files:
-            if os.path.isfile(file): marks.add((file.name, file_hash(file)))
-        for path, package in source.modules.items():
-            if path in seen: continue
-            seen.add(path)
-            todo.append(_read_module(path, package, path.stat().st_mtime_ns, places))
-            marks.add((path.name, todo[-1].mark))
-    return digest(sorted(marks)) if marks else ''
+        if folder and text and Path(node.value).suffix: files[folder/node.value] = None
+    return _Source(digest(ast.dump(tree)), files)
 
 # %% ../../../nbs/core/run/runs.ipynb #528f98ff
+def _head(statement: ast.stmt) -> str:
+    "Return what a statement has in common with a later one that replaces it: no body, no value."
+    return ast.unparse(statement).partition(':\n')[0].partition(' = ')[0]
+
+
 def _changed_name(statement: ast.stmt) -> str:
     "Return the name that a definition or an assignment binds or changes; empty for the others."
-    if hasattr(statement, 'name'): return statement.name
-    assigns = isinstance(statement, (ast.Assign, ast.AnnAssign, ast.AugAssign))
-    return re.match(r'\w*', ast.unparse(statement))[0] if assigns else ''
-
-
-def _replaced(statement: ast.stmt) -> str:
-    "Return what a later statement has in common that replaces this one: all before its body or value."
-    return ast.unparse(statement).partition(':\n')[0].partition(' = ')[0]
+    if hasattr(statement, 'value'): return re.match(r'\w*', _head(statement))[0]
+    return getattr(statement, 'name', '')
 
 
 def _executed(cells: list[str]) -> list[ast.stmt]:
@@ -198,33 +159,66 @@ def _executed(cells: list[str]) -> list[ast.stmt]:
         try: statements = _parse(cell)
         except SyntaxError: continue   # a magic
         kept = exported if cell.startswith('#| export') else others
-        for statement in statements: kept[_replaced(statement)] = statement
-    names = {_changed_name(statement) for statement in exported.values()} - {''}
-    changed = any(_changed_name(statement) in names for statement in others.values())
-    return [*exported.values(), *(others.values() if changed else ())]
+        for statement in statements: kept[_head(statement)] = statement
+    names = set(map(_changed_name, exported.values())) - {''}
+    if names.isdisjoint(map(_changed_name, others.values())): return [*exported.values()]
+    return [*exported.values(), *others.values()]
 
 # %% ../../../nbs/core/run/runs.ipynb #5a7b5330
 @cache
-def _read_notebook(path: Path, changed: int, places: tuple) -> _Source:
-    "Read a notebook's source, as of when it was written."
-    cells = [''.join(c['source']) for c in read_json(path)['cells'] if c['cell_type'] == 'code']
-    return _read_source(_executed(cells), places)
+def _read_file(
+    file: Path,    # a module or a notebook
+    package: str,
+    changed: int,  # when it was written, so that an edited one is read again
+    places: tuple,
+) -> _Source:
+    "Read the source of a module or a notebook."
+    if file.suffix == '.ipynb':
+        cells = [''.join(c['source']) for c in read_json(file)['cells'] if c['cell_type'] == 'code']
+        return _read_source(_executed(cells), places)
+    statements = []
+    for statement in _parse(file.read_text(encoding='utf-8'), package):
+        names = [getattr(target, 'id', '') for target in getattr(statement, 'targets', [])]
+        if names != ['__all__']: statements.append(statement)   # which is nbdev's
+    ours = package.partition('.')[0] == 'alpaca_farm'
+    return _read_source(statements, places, None if ours else file.parent)
+
+
+def _hash_files(
+    files: dict,  # modules and notebooks with the names of their packages; others with None
+    *marks: str,  # hashed as well
+) -> str:
+    "Hash files, all that they import and the files that are named there."
+    places = _places()
+    marks = {*marks}
+    todo = dict(files)
+    seen = set()
+    while todo:
+        file, package = todo.popitem()
+        if file in seen or not os.path.isfile(file): continue
+        seen.add(file)
+        if package is None:
+            marks.add(file_hash(file))
+            continue
+        source = _read_file(file, package, os.stat(file).st_mtime_ns, places)
+        marks.add(source.mark)
+        todo |= source.files
+    return digest(sorted(marks))
 
 
 def notebook_hash(notebook: str) -> str:
     "Compute the `code_hash` of a run by a notebook as it is saved; empty if it is gone."
     path = notebook_path(notebook)
-    if path is None: return ''
-    return _code_hash(_read_notebook(path, path.stat().st_mtime_ns, _places()))
+    return _hash_files({path: ''}) if path else ''
 
 
 def code_hash(function) -> str:
     "Hash the module or notebook in which a function is defined, and all that it imports."
     space = function.__globals__
-    if 'In' in space: return _code_hash(_read_source(_executed(space['In']), _places()))
-    path = Path(function.__code__.co_filename)
-    package = space.get('__package__') or ''
-    return _code_hash(_read_module(path, package, path.stat().st_mtime_ns, _places()))
+    if 'In' not in space:
+        return _hash_files({Path(function.__code__.co_filename): space.get('__package__') or ''})
+    source = _read_source(_executed(space['In']), _places())
+    return _hash_files(source.files, source.mark)
 
 # %% ../../../nbs/core/run/runs.ipynb #4fd86488
 def _hash_weights(run: Path) -> dict[str, str]:
@@ -233,27 +227,17 @@ def _hash_weights(run: Path) -> dict[str, str]:
     return {file.relative_to(run).as_posix(): file_hash(file) for file in sorted(files)}
 
 
-def check_weights(run: Path):
+def check_weights(
+    run: Path,            # folder of a finished run; any other has none
+    again: bool = False,  # read large files, even if they seem to be unchanged
+):
     "ValueError for weights that a finished run has left otherwise; `model-<step>` may be deleted."
-    for name, mark in read_signed(run/'summary.json').get('files', {}).items():
+    summary = run/'summary.json'
+    files = read_signed(summary).get('files', {}) if summary.is_file() and run_config(run) else {}
+    for name, mark in files.items():
         file = run/name
         if name.startswith('model-') and not file.exists(): continue
-        if not file.is_file() or file_hash(file) != mark: _refuse_damaged(file, run)
-
-
-def _hash_checked(
-    file: Path,
-    again: bool,  # read weights of a run, even if they seem to be unchanged
-) -> str:
-    "Hash a file; ValueError for weights that their run has left otherwise."
-    run = file.parent.parent
-    summary = run/'summary.json'
-    weights = file.suffix == '.safetensors' and summary.is_file() and run_config(run)
-    kept = read_signed(summary).get('files', {}) if weights else {}
-    expected = kept.get(file.relative_to(run).as_posix())
-    found = file_hash(file, again and expected is not None)
-    if expected not in (None, found): _refuse_damaged(file, run)
-    return found
+        if not file.is_file() or file_hash(file, again) != mark: _refuse_damaged(file, run)
 
 # %% ../../../nbs/core/run/runs.ipynb #6b0d1a55
 def _counted_files(path: Path) -> list[Path]:
@@ -273,12 +257,12 @@ def content_hash(
     "Hash a file, folder or `module:name`; ValueError for weights that their run left otherwise."
     if not source: return ''
     if ':' in source:
-        modules = _module_files(source.partition(':')[0], _places())
-        return digest(source, _code_hash(_Source('', modules, set())))
+        return digest(source, _hash_files(_module_files(source.partition(':')[0], _places())))
     path = at_root(source)
     marks = []
     for file in _counted_files(path):
-        marks.append((file.relative_to(path).as_posix(), _hash_checked(file, again)))
+        if file.suffix == '.safetensors': check_weights(file.parent.parent, again)
+        marks.append((file.relative_to(path).as_posix(), file_hash(file)))
     return digest(sorted(marks)) if marks else source
 
 # %% ../../../nbs/core/run/runs.ipynb #ca842680
@@ -353,8 +337,8 @@ def describe_run(
     return dict(notebook=notebook,
                 settings=asdict(cfg), left_open=cfg.left_open, given=given,
                 inputs=inputs, code=code, fingerprint=digest(_decisive(cfg), code, contents),
-                versions=_versions(), commit=_commit(), machine=platform.machine(),
-                cores=os.cpu_count(), started=time.strftime('%Y-%m-%dT%H:%M:%S'))
+                versions=_versions(), commit=_commit(),
+                started=time.strftime('%Y-%m-%dT%H:%M:%S'))
 
 # %% ../../../nbs/core/run/runs.ipynb #a052cc3f
 def why_stale(
@@ -687,7 +671,7 @@ def _start_tracker(name: str, folder: Path, settings: dict):
     return tracker
 
 # %% ../../../nbs/core/run/runs.ipynb #8920c815
-_FIRST = 'preferences', 'candidates', 'outputs'   # of several, the one that need not be named
+_FIRST = ['preferences', 'candidates', 'outputs']   # of several, the one that need not be named
 
 
 def _files_alike(folder) -> list[list[str]]:
@@ -698,14 +682,15 @@ def _files_alike(folder) -> list[list[str]]:
         except ValueError: continue   # somebody else's
         records = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
         if not (records and rows): continue
-        kinds = {}   # of the values of each column
+        columns = set()
         for row in rows:
             for name, value in row.items():
-                kinds.setdefault(name, set())
-                if value is not None: kinds[name].add(type(value).__name__)
-        columns = sorted((name, sorted(found)) for name, found in kinds.items())
-        alike.setdefault(digest(columns), []).append(path.stem)
-    def place(names): return -len(names), names[0] not in _FIRST, names[0] != _FIRST[0], names
+                columns.add((name, ''))
+                if value is not None: columns.add((name, type(value).__name__))
+        alike.setdefault(frozenset(columns), []).append(path.stem)
+    def place(names):
+        first = _FIRST.index(names[0]) if names[0] in _FIRST else len(_FIRST)
+        return -len(names), first, names
     return sorted(alike.values(), key=place)
 
 # %% ../../../nbs/core/run/runs.ipynb #9b95ede0
@@ -928,33 +913,17 @@ def _tell_move(
     others: dict,   # the settings in which it differs, as it was made
 ):
     "Say that the run in a folder is moved, and how both stay in their places."
-    made = []
-    for name, value in others.items():
-        made.append(f'{name} = {value!r}' + (' by size' if name in config['left_open'] else ''))
-    earlier = config.get('versions', {}).get('alpaca_farm', 'unknown')
-    if earlier != __version__: made.append(f'version {earlier} of this library')
-    made = ', '.join(made)[:200] or 'other inputs or code'
-    own = ''.join(f'_{k}{getattr(cfg, k)}' for k in others)[:40] or '_2'
-    other = cfg.out + re.sub('[^A-Za-z0-9_.-]+', '.', own)
-    answers = others and _ANSWERS.issuperset(others)
+    made = ', '.join(f'{name} = {value!r}' for name, value in others.items())[:200]
+    earlier = config.get('versions', {}).get('alpaca_farm') != __version__
+    made = 'an earlier version of this library' if earlier else made or 'other inputs or code'
+    hint = ''
+    if others and _ANSWERS.issuperset(others):
+        hint = f'. To answer with the policy that is there: best_of_n -p n 1 -p policy {cfg.out}'
     tell(f'{cfg.out} holds a run made with {made}: it is kept as '
          f'{free_name(at_root(cfg.out).resolve()).name}, and this one takes its place. '
-         f'To keep both in place, add -p out {other} (python -m: --out)'
-         + (f'. Its policy answers this split by best_of_n -p n 1 -p policy {cfg.out}, '
-            'without another training' if answers else ''))
+         f'To keep both in place, add -p out {cfg.out}_2 (python -m: --out){hint}')
 
 # %% ../../../nbs/core/run/runs.ipynb #7c6aa58a
-def _keep_finished(run: Run):
-    "Check the weights of a finished run; record the names that its inputs have now."
-    once(check_weights, run.folder)
-    named = {k: run.config[k] for k in ('settings', 'given', 'inputs')}
-    run.config = run.found | named
-    run.adjust({name: run.found['settings'][name] for name in run.cfg.left_open})
-    if run.config != run.found and os.access(run.folder, os.W_OK):
-        run.write('config.json', run.config)
-    print(f'{run.cfg.out} is finished already: nothing to do')
-
-
 def _read_again(run: Run):
     "ValueError for an input that is not as its run has left it."
     for marks in run.config['inputs'].values():
@@ -983,7 +952,10 @@ def start(
     if len(set(gather_all(run.config['fingerprint']))) > 1:
         raise ValueError(f'out = {cfg.out}: code or inputs differ between its processes')
     if run.done:
-        _keep_finished(run)
+        once(check_weights, folder)
+        run.config = run.found
+        run.adjust({name: run.found['settings'][name] for name in cfg.left_open})
+        print(f'{cfg.out} is finished already: nothing to do')
         return run
     if run.state == 'other' and not others: _tell_move(cfg, run.found, {})
     _check_writable(folder.resolve())
