@@ -20,7 +20,7 @@ from .core.data.text import alpaca_prompt
 from .core.model.models import load_policy
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.model.served import check_sampler, use_sampler
-from .core.run.files import at_root
+from .core.run.paths import at_root
 from .core.run.runs import run_config, start
 from .core.run.settings import command, Count, Named, Positive
 from .core.stats import kl_best_of_n, kl_best_of_n_estimate

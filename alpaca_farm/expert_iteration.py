@@ -15,7 +15,8 @@ import numpy as np
 from .core.answers import (answer_eval_split, AnswerConfig, load_split,
     preflight, sample_answers, SampleConfig, settle)
 from .core.data.records import each_answer, find_file, load_records, read_rows
-from .core.run.files import at_root, write_json
+from .core.run.files import write_json
+from .core.run.paths import at_root
 from .core.run.jobs import add_times, Job, run_or_fail
 from .core.model.models import load_policy, load_tokenizer, save_model
 from .core.model.rewards import label_count, reward, RewardConfig

@@ -18,7 +18,8 @@ from .boards.judged import short_names
 from .boards.simulation import paired_tables, write_simulation
 from .core.ask.client import ApiConfig
 from .core.ask.judge_configs import JudgedConfig
-from .core.run.files import notebooks_folder, read_yaml
+from .core.run.files import read_yaml
+from .core.run.paths import notebooks_folder
 from .core.run.jobs import Job, machines, run_jobs, study_job
 from alpaca_farm.core.run.runs import (check_run_folder, read_summary, recipes, run_config, start,
     write_csv)

@@ -14,7 +14,7 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 import numpy as np
 
-from .core.run.files import module_of
+from .core.run.paths import module_of
 from .core.run.runs import start
 from .core.run.settings import (
     Amount, Betas, command, Count, Positive, Share, TrainConfig)

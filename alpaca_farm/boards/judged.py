@@ -18,7 +18,7 @@ from ..core.data.preferences import (check_preferences, hash_uniform, pair_up,
 from ..core.data.formats import notice
 from ..core.data.records import load_records
 from ..core.data.dialogues import prompt_key
-from ..core.run.files import at_root
+from ..core.run.paths import at_root
 from ..core.run.runs import read_summary
 from ..core.stats import win_rate_interval
 from ..judging.measures import preference_probabilities, sample_votes

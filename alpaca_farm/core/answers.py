@@ -23,8 +23,8 @@ from .data.formats import notice
 from .data.shown import example_text, learned_texts
 from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
 from .run.defaults import count_weights
-from alpaca_farm.core.run.files import (append_lines, at_root, hub_snapshot, looks_like_hub,
-    read_json, read_lines)
+from .run.files import append_lines, read_json, read_lines
+from .run.paths import at_root, hub_snapshot, looks_like_hub
 from .model.generation import generate, Sample
 from .model.models import response_logprobs
 from .model.policy import Policy

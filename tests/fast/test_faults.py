@@ -80,7 +80,7 @@ def test_a_real_input_is_never_joined_by_the_embedded_world(base, tmp_path, monk
 
 
 def test_every_command_with_inputs_of_the_embedded_world_is_in_the_table():
-    from alpaca_farm.core.run.files import notebooks_folder
+    from alpaca_farm.core.run.paths import notebooks_folder
     found = set()
     for path in notebooks_folder().rglob('*.ipynb'):
         name = str(path.relative_to(notebooks_folder()))[:-6]

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
-from alpaca_farm.core.run import files
+from alpaca_farm.core.run import paths
 from alpaca_farm.core.run.settings import field_comments, from_args, no_secrets, TrainConfig
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'ppo', 'rrhf')
@@ -219,12 +219,12 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatch):
-    assert files.at_root('runs/ppo') == elsewhere/'runs'/'ppo'
-    assert files.notebooks_folder() == tiny.ROOT/'nbs'
+    assert paths.at_root('runs/ppo') == elsewhere/'runs'/'ppo'
+    assert paths.notebooks_folder() == tiny.ROOT/'nbs'
     monkeypatch.chdir(elsewhere/'data')
-    assert files.at_root('x') == elsewhere/'data'/'x'
+    assert paths.at_root('x') == elsewhere/'data'/'x'
     monkeypatch.chdir(tiny.ROOT/'nbs'/'core')
-    assert files.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
+    assert paths.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
 
 
 def test_a_mistyped_path_is_named(elsewhere):
@@ -338,7 +338,7 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
         policy = load_policy(cfg.policy, cfg)
         tokenizer = policy.tokenizer
         assert len(tokenizer) <= policy.model.get_input_embeddings().weight.shape[0]
-        assert files.hub_snapshot(spec) == str(cache/'snapshots'/commit)
+        assert paths.hub_snapshot(spec) == str(cache/'snapshots'/commit)
     assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')
     with pytest.raises(FileNotFoundError, match="revision 'v2'"): load_policy('ann/policy@v2', cfg)
 
@@ -365,8 +365,8 @@ def test_the_wheel_works_without_a_checkout(installed, tmp_path):
     code = '''
 from pathlib import Path
 from alpaca_farm.core.ask.judge_configs import judge_config_file
+from alpaca_farm.core.run.paths import at_root, notebook_path, notebooks_folder
 from alpaca_farm.core.run.runs import recipe
-from alpaca_farm.core.run.files import at_root, notebook_path, notebooks_folder
 from alpaca_farm.farm import FarmConfig
 assert notebooks_folder() == Path(SITE)/'alpaca_farm'/'nbs', notebooks_folder()
 assert recipe('runs/sft') == ('sft', {}) and FarmConfig(size='quick')

@@ -13,7 +13,8 @@ import pytest
 import tiny
 from alpaca_farm import farm
 from alpaca_farm.boards.farm_board import short_board
-from alpaca_farm.core.run.files import notebook_path, read_json
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.paths import notebook_path
 from alpaca_farm.core.run import execution
 from alpaca_farm.core.run.execution import is_needed
 from alpaca_farm.core.run.jobs import Job, run_jobs

@@ -10,7 +10,8 @@ __all__ = ['REQUEST_FIELDS', 'REASONING_MODELS', 'judge_config_file', 'judge_fil
 import difflib, importlib.util, json, os, re
 from pathlib import Path
 
-from ..run.files import at_root, notebooks_folder, read_json, read_yaml, root
+from ..run.files import read_json, read_yaml
+from ..run.paths import at_root, notebooks_folder, root
 from ..run.settings import Config, resolve
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #672cfbf4

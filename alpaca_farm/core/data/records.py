@@ -23,7 +23,7 @@ from .formats import (ANNOTATOR_FIELDS, as_records, check_whole, FIELDS,
     finite_number, known_formats, notice, OWN_FIELDS, parse_columns, SAY_CODE)
 from .preferences import answer_of, ENDED, is_preference, pair_identity, plain_lines
 from .shown import describe_columns
-from ..run.files import at_root, looks_like_hub, missing_path
+from ..run.paths import at_root, looks_like_hub, missing_path
 from ..run.settings import as_list
 
 # %% ../../../nbs/core/data/records.ipynb #aab747f0

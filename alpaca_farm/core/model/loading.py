@@ -16,8 +16,9 @@ import torch
 from ..data.text import end_token, set_template_arguments
 from .memory import check_memory
 from .policy import add_saved, base_of, is_adapter, merge, Policy
-from ..run.files import (at_root, atomic_folder, cache_folder, file_hash,
-    hub_snapshot, locked, looks_like_hub, open_tensors, read_json)
+from ..run.checkpoints import open_tensors
+from ..run.files import atomic_folder, cache_folder, file_hash, locked, read_json
+from ..run.paths import at_root, hub_snapshot, looks_like_hub
 from ..run.settings import Config
 
 # %% ../../../nbs/core/model/loading.ipynb #b1e18340

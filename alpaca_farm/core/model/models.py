@@ -27,7 +27,8 @@ from .packing import (attention_window, computed_at, pack, packed_states,
 from .policy import (add_adapter, add_saved, base_mark, base_of,
     checkpoint_layers, is_adapter, lora_config, Policy, save_adapter, TokenRows)
 from .sharding import gathered
-from ..run.files import at_root, atomic_folder, read_json, remove, root, write_json
+from ..run.files import atomic_folder, read_json, remove, write_json
+from ..run.paths import at_root, root
 from ..run.processes import in_parts, written_once
 from ..run.progress import passes, tell
 from ..run.settings import Config

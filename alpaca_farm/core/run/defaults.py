@@ -11,7 +11,9 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from .files import at_root, looks_like_hub, open_tensors, read_json
+from .checkpoints import open_tensors
+from .files import read_json
+from .paths import at_root, looks_like_hub
 
 # %% ../../../nbs/core/run/defaults.ipynb #de500006
 def _weight_files(spec: str) -> list[Path]:

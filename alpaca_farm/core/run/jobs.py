@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .execution import ONE_THREAD
-from alpaca_farm.core.run.files import (at_root, atomic_write, module_of, notebook_path, read_json,
-    root)
+from .files import atomic_write, read_json
+from .paths import at_root, module_of, notebook_path, root
 from .progress import duration, Progress, tell
 from .runs import (free_name, is_fresh, read_log, read_summary, recipe,
     run_config, start_notebook)

@@ -23,9 +23,11 @@ from filelock import Timeout
 
 from ... import __version__
 from .execution import start_process
-from .files import (at_root, atomic_write, digest, file_hash, json_text, load_state,
-    lock_of, locked, looks_like_hub, names_file, notebook_path, notebooks_folder, PREFIX, read_json,
-    read_yaml, root, save_state, tidy, unlock, write_json)
+from .checkpoints import load_state, save_state
+from .files import (atomic_write, digest, file_hash, json_text, lock_of, locked,
+    names_file, PREFIX, read_json, read_yaml, tidy, unlock, write_json)
+from alpaca_farm.core.run.paths import (at_root, looks_like_hub, notebook_path, notebooks_folder,
+    root)
 from .processes import gather_all, join_ranks, once, rank, written_once
 from .progress import tell
 from .settings import as_list, Config, refuse_unknown
@@ -166,7 +168,7 @@ def _executed(cells: list[str]) -> list[ast.stmt]:
 
 # %% ../../../nbs/core/run/runs.ipynb #5a7b5330
 @cache
-def _read_file(
+def _read_code(
     file: Path,    # a module or a notebook
     package: str,
     changed: int,  # when it was written, so that an edited one is read again
@@ -184,7 +186,7 @@ def _read_file(
     return _read_source(statements, places, None if ours else file.parent)
 
 
-def _hash_files(
+def _hash_code(
     files: dict,  # modules and notebooks with the names of their packages; others with None
     *marks: str,  # hashed as well
 ) -> str:
@@ -200,7 +202,7 @@ def _hash_files(
         if package is None:
             marks.add(file_hash(file))
             continue
-        source = _read_file(file, package, os.stat(file).st_mtime_ns, places)
+        source = _read_code(file, package, os.stat(file).st_mtime_ns, places)
         marks.add(source.mark)
         todo |= source.files
     return digest(sorted(marks))
@@ -209,16 +211,16 @@ def _hash_files(
 def notebook_hash(notebook: str) -> str:
     "Compute the `code_hash` of a run by a notebook as it is saved; empty if it is gone."
     path = notebook_path(notebook)
-    return _hash_files({path: ''}) if path else ''
+    return _hash_code({path: ''}) if path else ''
 
 
 def code_hash(function) -> str:
     "Hash the module or notebook in which a function is defined, and all that it imports."
     space = function.__globals__
     if 'In' not in space:
-        return _hash_files({Path(function.__code__.co_filename): space.get('__package__') or ''})
+        return _hash_code({Path(function.__code__.co_filename): space.get('__package__') or ''})
     source = _read_source(_executed(space['In']), _places())
-    return _hash_files(source.files, source.mark)
+    return _hash_code(source.files, source.mark)
 
 # %% ../../../nbs/core/run/runs.ipynb #4fd86488
 def _hash_weights(run: Path) -> dict[str, str]:
@@ -257,7 +259,7 @@ def content_hash(
     "Hash a file, folder or `module:name`; ValueError for weights that their run left otherwise."
     if not source: return ''
     if ':' in source:
-        return digest(source, _hash_files(_module_files(source.partition(':')[0], _places())))
+        return digest(source, _hash_code(_module_files(source.partition(':')[0], _places())))
     path = at_root(source)
     marks = []
     for file in _counted_files(path):

@@ -20,7 +20,8 @@ from fastcore.basics import patch
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from .defaults import count_weights, default_of
-from .files import at_root, looks_like_hub, missing_path, read_yaml, root
+from .files import read_yaml
+from .paths import at_root, looks_like_hub, missing_path, root
 
 # %% ../../../nbs/core/run/settings.ipynb #124e5640
 def _from_json(value):
