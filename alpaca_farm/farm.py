@@ -21,8 +21,8 @@ from .core.ask.judge_configs import JudgedConfig
 from .core.run.files import read_yaml
 from .core.run.paths import notebooks_folder
 from .core.run.jobs import Job, machines, run_jobs, study_job
-from alpaca_farm.core.run.runs import (check_run_folder, read_summary, recipes, run_config, start,
-    write_csv)
+from .core.run.runs import (check_run_folder,
+    read_summary, recipes, run_config, start, write_csv)
 from .core.run.settings import at_root, command, Count, Positive, refuse_unknown
 from .judging.judges import load_annotators
 from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World

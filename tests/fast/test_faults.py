@@ -25,8 +25,8 @@ from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.run import files, jobs, runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import (content_hash, ensure_inputs, read_log, read_signed,
-    read_summary, signed)
+from alpaca_farm.core.run.runs import (content_hash,
+    ensure_inputs, read_log, read_signed, read_summary, signed)
 from alpaca_farm.core.run.settings import Config
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
@@ -388,7 +388,7 @@ def test_a_turned_bit_of_a_model_is_refused_by_who_reads_it(copied, tmp_path):
 def test_other_answers_are_another_run(run_of_sft, capsys):
     "What is said names the command that answers with the policy that is there."
     folder, again = run_of_sft
-    assert again(eval_instances=5).state == 'running'
+    again(eval_instances=5)
     assert 'best_of_n -p n 1' in capsys.readouterr().out
     assert read_summary(folder.with_name('sft~1')) and again(eval_instances=5).done
 

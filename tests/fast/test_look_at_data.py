@@ -7,7 +7,7 @@ import tiny
 from alpaca_farm.core.data.formats import ANNOTATOR_FIELDS, as_records
 from alpaca_farm.core.data.shown import describe_columns, learned_texts
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_summary, _write_card
+from alpaca_farm.core.run.runs import _write_card, read_summary
 from alpaca_farm.look_at_data import (collect_votes, count_tokens, find_odd, LookAtDataConfig,
     read_parts, training_command)
 

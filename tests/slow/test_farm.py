@@ -18,7 +18,7 @@ from alpaca_farm.boards.simulation import (
     _correlations, _method_differences, method_groups, _separation, _simulation_table)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run import jobs, progress, runs
-from alpaca_farm.core.run.runs import _lock, methods, read_log, read_summary
+from alpaca_farm.core.run.runs import methods, read_log, read_summary
 from alpaca_farm.core.stats import spearman
 from alpaca_farm.farm import farm_jobs, FarmConfig, population, RUNS
 from alpaca_farm.worlds.folder import World
@@ -172,6 +172,7 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(base, tmp_path):
 
 HOLDER = '''
 import pathlib, signal, sys
+from alpaca_farm.core.run.runs import _lock
 _lock(pathlib.Path(sys.argv[1]))
 print(1, flush=True)
 signal.pause()   # until it is killed

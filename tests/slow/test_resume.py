@@ -16,7 +16,7 @@ import pytest
 import tiny
 from alpaca_farm import sft
 from alpaca_farm.core.run import runs
-from alpaca_farm.core.run.runs import content_hash, notebook_hash, read_log, read_summary, start
+from alpaca_farm.core.run.runs import content_hash, read_log, read_summary
 from tiny import run as train
 
 # settings with many steps, and the range from which the step of the kill is chosen
@@ -178,6 +178,7 @@ def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_pa
 
 SOURCE = '''
 from dataclasses import dataclass
+from alpaca_farm.core.run.runs import start
 from alpaca_farm.core.run.settings import Config
 
 WEIGHT = 1.
@@ -211,6 +212,7 @@ def toy(folder, name, source):
 
 
 HASHES = """
+from alpaca_farm.core.run.runs import notebook_hash
 print(*(notebook_hash(name) for name in ('dpo', 'ppo', 'world')))
 """
 

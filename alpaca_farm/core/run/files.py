@@ -32,13 +32,13 @@ def names_file(path):
         if '(os error ' not in str(e): raise
         raise OSError(f'{path}: {e}') from e
 
-
+# %% ../../../nbs/core/run/files.ipynb #7248ebbc
 def _follow_umask(folder: Path):
     "Give the files in a new folder the mode of new files; safetensors' own are its user's alone."
     for path in folder.rglob('*'):
         if path.is_file(): path.chmod(folder.stat().st_mode & 0o666)
 
-
+# %% ../../../nbs/core/run/files.ipynb #b8c2c7fd
 @contextlib.contextmanager
 def atomic_write(path):
     "Yield a temporary path that is renamed to `path` when the block succeeds, else removed."
@@ -61,7 +61,7 @@ def json_text(value, **how) -> str:
     except ValueError: text = text_of(json.loads(json.dumps(value), parse_constant=lambda _: None))
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
-
+# %% ../../../nbs/core/run/files.ipynb #d3038e9f
 def write_json(path, value):
     "Write a value as JSON, atomically."
     with atomic_write(path) as p: p.write_text(json_text(value, indent=1), encoding='utf-8')
@@ -92,7 +92,7 @@ def remove(path: Path):
     if path.is_dir() and not path.is_symlink(): shutil.rmtree(path)
     else: path.unlink()
 
-
+# %% ../../../nbs/core/run/files.ipynb #c3c15c84
 @contextlib.contextmanager
 def atomic_folder(folder: Path):
     "Yield a temporary folder that takes the place of `folder` when the block succeeds."
@@ -116,7 +116,7 @@ def atomic_folder(folder: Path):
         shutil.rmtree(old.parent, ignore_errors=True)
     finally: shutil.rmtree(temporary, ignore_errors=True)
 
-
+# %% ../../../nbs/core/run/files.ipynb #e27e7934
 def tidy(folder: Path):
     "Put back what a killed process had set aside in a folder, and remove its temporary files."
     for path in folder.glob(f'{PREFIX}old/*'):
@@ -160,13 +160,13 @@ def lock_of(path: Path) -> FileLock:
     "Return the lock that stands for a path among all who see it; its folder must exist."
     return FileLock(path.with_name(f'{PREFIX}{path.name}.lock'), thread_local=False)
 
-
+# %% ../../../nbs/core/run/files.ipynb #1006af38
 def unlock(held: FileLock):
     "Release a lock and remove its file."
     Path(held.lock_file).unlink(missing_ok=True)
     held.release()
 
-
+# %% ../../../nbs/core/run/files.ipynb #1034ab4e
 @contextlib.contextmanager
 def locked(path: Path):
     "Execute the block in one process at a time for a path."

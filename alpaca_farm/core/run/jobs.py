@@ -14,8 +14,8 @@ from .execution import ONE_THREAD
 from .files import atomic_write, read_json
 from .paths import at_root, module_of, notebook_path, root
 from .progress import duration, Progress, tell
-from .runs import (free_name, is_fresh, read_log, read_summary, recipe,
-    run_config, start_notebook)
+from .runs import (free_name,
+    is_fresh, read_log, read_summary, recipe, run_config, start_notebook)
 from .settings import as_list, Config
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20

@@ -42,7 +42,7 @@ def notebook_path(name: str) -> Path | None:
     for path in (*folder.glob(f'{name}.ipynb'), *folder.glob(f'*/{name}.ipynb')):
         if path.parent.name != 'core': return path
 
-
+# %% ../../../nbs/core/run/paths.ipynb #6970e1f3
 def module_of(notebook: str) -> str:
     "Name the module that a notebook exports: of the same path."
     path = notebook_path(notebook) or notebooks_folder()/notebook
@@ -69,7 +69,7 @@ def _reason(error: Exception) -> str:
     "Return the first line of an error."
     return (str(error).splitlines() or [type(error).__name__])[0]
 
-
+# %% ../../../nbs/core/run/paths.ipynb #2df16385
 def hub_snapshot(value: str) -> str:
     "Find the folder in the hub's cache with one revision of a model, downloaded if needed."
     from huggingface_hub import snapshot_download

@@ -24,10 +24,10 @@ from filelock import Timeout
 from ... import __version__
 from .execution import start_process
 from .checkpoints import load_state, save_state
-from .files import (atomic_write, digest, file_hash, json_text, lock_of, locked,
-    names_file, PREFIX, read_json, read_yaml, tidy, unlock, write_json)
-from alpaca_farm.core.run.paths import (at_root, looks_like_hub, notebook_path, notebooks_folder,
-    root)
+from .files import (atomic_write, digest, file_hash,
+    json_text, lock_of, locked, names_file, PREFIX, read_json, read_yaml, tidy, unlock, write_json)
+from .paths import (at_root,
+    looks_like_hub, notebook_path, notebooks_folder, root)
 from .processes import gather_all, join_ranks, once, rank, written_once
 from .progress import tell
 from .settings import as_list, Config, refuse_unknown
@@ -44,7 +44,7 @@ def _refuse_damaged(path: Path, run: Path):
     raise ValueError(f'{path} is damaged, or was edited after its run had ended: restore it, or '
                      f'delete {run} and make it again. What you edit, copy out of the run first')
 
-
+# %% ../../../nbs/core/run/runs.ipynb #2a0b786d
 def read_signed(path: Path):
     "Read a JSON value; ValueError if it has a digest and that is of another content."
     record = read_json(path)
@@ -91,7 +91,7 @@ class _Source(NamedTuple):
     mark: str    # hash of its statements
     files: dict  # that it imports, with the names of their packages, or may read, with None
 
-
+# %% ../../../nbs/core/run/runs.ipynb #971ae566
 def _parse(text: str, package: str = '') -> list[ast.stmt]:
     "Parse the statements of a module or cell that bind names, relative imports made absolute."
     tree = ast.parse(text)
@@ -108,7 +108,7 @@ def _places() -> tuple[str, ...]:
     own = [os.path.abspath(place) for place in sys.path if 'lib/python3' not in place]
     return str(ours), str(root()), *own
 
-
+# %% ../../../nbs/core/run/runs.ipynb #05907bf3
 @cache
 def _module_files(name: str, places: tuple) -> dict[Path, str]:
     "Find the files that an import executes, its packages' too, with the names of their packages."
@@ -146,13 +146,13 @@ def _head(statement: ast.stmt) -> str:
     "Return what a statement has in common with a later one that replaces it: no body, no value."
     return ast.unparse(statement).partition(':\n')[0].partition(' = ')[0]
 
-
+# %% ../../../nbs/core/run/runs.ipynb #d332a342
 def _changed_name(statement: ast.stmt) -> str:
     "Return the name that a definition or an assignment binds or changes; empty for the others."
     if hasattr(statement, 'value'): return re.match(r'\w*', _head(statement))[0]
     return getattr(statement, 'name', '')
 
-
+# %% ../../../nbs/core/run/runs.ipynb #aa9b74e9
 def _executed(cells: list[str]) -> list[ast.stmt]:
     "List the exported statements among cells, or all if another one changes a name of theirs."
     exported = {}
@@ -185,7 +185,7 @@ def _read_code(
     ours = package.partition('.')[0] == 'alpaca_farm'
     return _read_source(statements, places, None if ours else file.parent)
 
-
+# %% ../../../nbs/core/run/runs.ipynb #d4ab8541
 def _hash_code(
     files: dict,  # modules and notebooks with the names of their packages; others with None
     *marks: str,  # hashed as well
@@ -200,14 +200,14 @@ def _hash_code(
         if file in seen or not os.path.isfile(file): continue
         seen.add(file)
         if package is None:
-            marks.add(file_hash(file))
+            marks.add(f'{file.name} {file_hash(file)}')
             continue
         source = _read_code(file, package, os.stat(file).st_mtime_ns, places)
         marks.add(source.mark)
         todo |= source.files
     return digest(sorted(marks))
 
-
+# %% ../../../nbs/core/run/runs.ipynb #a1f5e5c9
 def notebook_hash(notebook: str) -> str:
     "Compute the `code_hash` of a run by a notebook as it is saved; empty if it is gone."
     path = notebook_path(notebook)
@@ -225,10 +225,10 @@ def code_hash(function) -> str:
 # %% ../../../nbs/core/run/runs.ipynb #4fd86488
 def _hash_weights(run: Path) -> dict[str, str]:
     "Hash the weights that a run leaves, by their names in the run folder."
-    files = [file for file in run.glob('*/*.safetensors') if file.parent.name != 'checkpoint']
+    files = [file for file in run.glob('[!.]*/*.safetensors') if file.parent.name != 'checkpoint']
     return {file.relative_to(run).as_posix(): file_hash(file) for file in sorted(files)}
 
-
+# %% ../../../nbs/core/run/runs.ipynb #ed57dd42
 def check_weights(
     run: Path,            # folder of a finished run; any other has none
     again: bool = False,  # read large files, even if they seem to be unchanged
@@ -251,7 +251,7 @@ def _counted_files(path: Path) -> list[Path]:
         if file.is_file() and not (hidden or shown): found.append(file)
     return found
 
-
+# %% ../../../nbs/core/run/runs.ipynb #59b8a2a4
 def content_hash(
     source: str,
     again: bool = False,  # read the weights of runs, even if they seem to be unchanged
@@ -274,7 +274,7 @@ def _parts_read(cfg: Config, name: str) -> list[str]:
     parts = [getattr(cfg, word) if word.endswith('split') else word for word in words]
     return [part for part in parts if part] if words else ['']
 
-
+# %% ../../../nbs/core/run/runs.ipynb #b3a08601
 def _find_part(folder: Path, part: str) -> list[Path]:
     "Find the files and folders of a name in an input."
     found = []
@@ -283,7 +283,7 @@ def _find_part(folder: Path, part: str) -> list[Path]:
         if file.name == part or of_split: found.append(file)
     return found
 
-
+# %% ../../../nbs/core/run/runs.ipynb #5e723e11
 def _sources(cfg: Config, name: str) -> list[str]:
     "List what a run reads of an input: its parts, or the input itself where it has none."
     found = []
@@ -305,7 +305,7 @@ def _decisive(cfg: Config) -> dict:
     "Return the settings without which a result would be another, inputs apart."
     return {k: v for k, v in _as_given(cfg).items() if k not in (*cfg.aside, *cfg.inputs)}
 
-
+# %% ../../../nbs/core/run/runs.ipynb #feda25f0
 def _versions() -> dict[str, str]:
     "Return the versions of what computes; a clone of this project need not be installed."
     found = dict(python=platform.python_version(), alpaca_farm=__version__)
@@ -400,7 +400,7 @@ def recipes() -> dict[str, dict]:
                 found[name] = row
     return found
 
-
+# %% ../../../nbs/core/run/runs.ipynb #6c4edf97
 def methods() -> dict[str, dict]:
     "Return the entries of the methods, as they learn from the pool's labels, by method."
     return {row['method']: row for row in recipes().values()
@@ -411,7 +411,7 @@ def run_folder(path: str) -> str:
     "Return the folder of a run that a default names, itself or by a file in it."
     return str(Path(path).parent) if path.endswith('.json') else path
 
-
+# %% ../../../nbs/core/run/runs.ipynb #807a41ff
 def recipe(path: str) -> tuple[str, dict] | None:
     "Find the notebook that makes a default run, and what differs from that notebook's defaults."
     name = Path(run_folder(path)).name
@@ -480,7 +480,7 @@ def _of_embedded_world(path: str) -> bool:
     sources = sum(map(list, config['inputs'].values()), [])
     return config['notebook'] == 'world' or any(map(_of_embedded_world, sources))
 
-
+# %% ../../../nbs/core/run/runs.ipynb #27e135f6
 def _check_one_world(
     cfg: Config,
     read: list[tuple],  # setting and path of each input
@@ -610,7 +610,7 @@ def _check_writable(folder: Path):
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise OSError(f'out = {folder}: cannot write there ({nearest} is no folder, or read-only)')
 
-
+# %% ../../../nbs/core/run/runs.ipynb #f6a59968
 def check_run_folder(folder: Path, inputs: list[str] = ()):
     "Refuse a folder to which a run cannot or must not write; nothing is created or changed."
     here = Path(os.path.realpath(folder))
@@ -646,7 +646,7 @@ def _lock(
                                'wait for it or choose another out') from None
     return os.stat(held.lock_file)
 
-
+# %% ../../../nbs/core/run/runs.ipynb #12e7c100
 def _wait_for_others(folder: Path):
     "Wait for a process that is writing a run folder; RuntimeError if it does not end."
     held = lock_of(folder/'run')
@@ -660,7 +660,7 @@ def _check_tracker(name: str):
     if name and not find_spec(name):
         raise ModuleNotFoundError(f'tracker = {name}: pip install {name}')
 
-
+# %% ../../../nbs/core/run/runs.ipynb #508cf5d3
 def _start_tracker(name: str, folder: Path, settings: dict):
     "Start accelerate's tracker of a name for a run, and give it the settings that are plain values."
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -729,7 +729,7 @@ def free_name(folder: Path) -> Path:
     while os.path.lexists(found := folder.with_name(f'{folder.name}~{k}')): k += 1
     return found
 
-
+# %% ../../../nbs/core/run/runs.ipynb #e217f886
 def _peak_memory() -> dict[str, float]:
     "Return the largest memory that this process had, of its GPU as well (GB)."
     unit = 1 if sys.platform == 'darwin' else 2**10   # bytes on macOS, KiB elsewhere
@@ -783,7 +783,7 @@ def take(self: Run):
         raise RuntimeError(f'another process has written {self.folder} since this run was '
                            'started: start it again')
 
-
+# %% ../../../nbs/core/run/runs.ipynb #ac357d8f
 @patch
 @written_once
 def begin(self: Run):
@@ -810,7 +810,7 @@ def check(self: Run):
     if self.logged and not (log.exists() and log.stat().st_size == self.logged):
         raise OSError(f'{log} was removed or changed while its run went on')
 
-
+# %% ../../../nbs/core/run/runs.ipynb #7a0aef5b
 @patch
 def path(self: Run, name: str) -> Path:
     "Return a file of this run, which may be written from now on."
@@ -820,7 +820,7 @@ def path(self: Run, name: str) -> Path:
     self.check()
     return self.folder/name
 
-
+# %% ../../../nbs/core/run/runs.ipynb #11fbf504
 @patch
 @written_once
 def write(self: Run, name: str, value):
@@ -834,7 +834,7 @@ def elapsed(self: Run) -> dict[str, float]:
     return dict(cpu=self.before['cpu'] + time.process_time() - self.cpu,
                 wall=self.before['wall'] + time.monotonic() - self.began)
 
-
+# %% ../../../nbs/core/run/runs.ipynb #da84efdc
 @patch
 @written_once
 def log(self: Run, step: int, **record):
@@ -856,7 +856,7 @@ def save(self: Run, **state):
     "Write the checkpoint."
     save_state(self.path('checkpoint/state.safetensors'), dict(state, elapsed=self.elapsed()))
 
-
+# %% ../../../nbs/core/run/runs.ipynb #bbbdbd2a
 @patch
 def load(self: Run) -> dict | None:
     "Read the last checkpoint, or None; records logged after it are removed from the log."
@@ -896,6 +896,7 @@ def finish(self: Run, **summary):
     unlock(self.held)
     self.lock = None
     self.logged = 0
+    self.state = 'finished'
 
 # %% ../../../nbs/core/run/runs.ipynb #9fcc5b5e
 def _differing(cfg: Config, config: dict) -> dict:
@@ -905,7 +906,7 @@ def _differing(cfg: Config, config: dict) -> dict:
     own = _decisive(cfg)
     return {k: made[k] for k in own if k in made and digest(asked[k]) != digest(own[k])}
 
-
+# %% ../../../nbs/core/run/runs.ipynb #94a7c3c2
 _ANSWERS = {'eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p'}   # at a run's end
 
 
@@ -931,7 +932,7 @@ def _read_again(run: Run):
     for marks in run.config['inputs'].values():
         for source in marks: content_hash(source, again=True)
 
-
+# %% ../../../nbs/core/run/runs.ipynb #c38904d7
 def start(
     cfg: Config,
     train,            # the function whose code is the run's
@@ -975,7 +976,7 @@ def write_csv(
     options = dict(index=False, float_format='%.4f') | options
     with atomic_write(run.path(name)) as path: table.to_csv(path, **options)
 
-
+# %% ../../../nbs/core/run/runs.ipynb #4531d46f
 def write_figure(
     run,        # whose folder it is written to
     name: str,  # of the file

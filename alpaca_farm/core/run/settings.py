@@ -27,7 +27,7 @@ from .paths import at_root, looks_like_hub, missing_path, root
 def _from_json(value):
     return json.loads(value) if isinstance(value, str) else value
 
-
+# %% ../../../nbs/core/run/settings.ipynb #263dd7cb
 Count = Annotated[int, Ge(0)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 Named = Annotated[str, Len(1)]   # an input that a run cannot do without
@@ -57,7 +57,7 @@ def as_list(value) -> list:
     if isinstance(value, (list, tuple)): return list(value)
     return [value] if value else []
 
-
+# %% ../../../nbs/core/run/settings.ipynb #af21711b
 def _as_written(value, kind):
     "Read a text as the list that its setting is, or may be: one in brackets, or the only element."
     import yaml
@@ -66,7 +66,7 @@ def _as_written(value, kind):
     try: return yaml.safe_load(value)
     except (yaml.YAMLError, RecursionError): return value
 
-
+# %% ../../../nbs/core/run/settings.ipynb #6428afe7
 def as_type(
     name: str,  # the setting
     value,
@@ -132,7 +132,7 @@ def _looks_secret(value) -> bool:
     if isinstance(value, (list, tuple)): return any(map(_looks_secret, value))
     return isinstance(value, str) and bool(_SECRET.search(value))
 
-
+# %% ../../../nbs/core/run/settings.ipynb #01ff920b
 def no_secrets(settings: dict):
     "Refuse a setting that looks like a key or holds a password, also in lists: ValueError."
     for name, value in settings.items():
@@ -158,7 +158,7 @@ def by_size(toy, large):
     "Make a setting whose default depends on the number of weights (`core.run.defaults`)."
     return field(default=None, metadata=dict(by_size=(toy, large)))
 
-
+# %% ../../../nbs/core/run/settings.ipynb #9b59b9d9
 def sized_defaults(cls) -> dict[str, tuple]:
     "Collect the settings made by `by_size`: their defaults for a toy and for a large model."
     return {f.name: f.metadata['by_size'] for f in fields(cls) if f.metadata}
@@ -182,7 +182,7 @@ class _Given:
         self.named = {*given}
         return self
 
-
+# %% ../../../nbs/core/run/settings.ipynb #1c239678
 @dataclass
 class Config(_Given):
     "Settings that every run has."
@@ -230,7 +230,7 @@ def _convert(self: Config):
         if name in sized and value is None: self.left_open.append(name)
         else: setattr(self, name, as_type(name, value, kind))
 
-
+# %% ../../../nbs/core/run/settings.ipynb #96210699
 @patch
 def defaults_by_size(self: Config) -> dict:
     "Compute the settings that were left open from the number of weights."
@@ -268,7 +268,7 @@ def check_path(self: Config, name: str, value: str):
     if not value or os.path.exists(at_root(value)) or looks_like_hub(value): return
     raise FileNotFoundError(f'{name} = {value!r}: {missing_path(value)}')
 
-
+# %% ../../../nbs/core/run/settings.ipynb #d23e7af2
 @patch
 def files_of(self: Config, name: str, value: str) -> list[str]:
     "List the files that a value stands for where it is neither a path nor a name on the hub."
@@ -380,7 +380,7 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
                             metavar='VALUE', help=said.replace('%', '%%'))
     return parser
 
-
+# %% ../../../nbs/core/run/settings.ipynb #b07b17b4
 def from_args(
     cls,
     args: list[str],
@@ -417,7 +417,7 @@ def _end_with(kind, error, trace):
     if not _is_refusal(error): return sys.__excepthook__(kind, error, trace)
     print(f'{os.path.basename(sys.argv[0])}: error: {error}', file=sys.stderr)
 
-
+# %% ../../../nbs/core/run/settings.ipynb #460f26bd
 def command(cls, train):
     "Run `train` with the command line's settings if its module was started with `python -m`."
     space = train.__globals__
