@@ -354,22 +354,21 @@ def why_stale(
         if not (config and (folder/'summary.json').exists()): return 'is not finished'
         if config.get('code') != notebook_hash(config['notebook']):
             return f'was made before {config["notebook"]}.ipynb or a module that it imports changed'
-        marks = {}
-        for read in config['inputs'].values(): marks |= read
-        for source, mark in marks.items():
-            if content_hash(source) != mark: return f'was made before {source} changed'
-            run = run_of(source)   # an unfinished one may be the study that this run is a part of
-            behind = reason(run) if run and (run/'summary.json').exists() else ''
-            if behind: return f'was made from {source}, which {behind}'
+        for marks in config['inputs'].values():
+            for source, mark in marks.items():
+                if content_hash(source) != mark: return f'was made before {source} changed'
+                run = run_of(source)   # an unfinished one may be the study that this is a part of
+                behind = reason(run) if run and (run/'summary.json').exists() else ''
+                if behind: return f'was made from {source}, which {behind}'
         return ''
     why = reason(at_root(folder))
-    config = run_config(folder)
     if why or given is None: return why
+    config = run_config(folder)
     given = {k: v for k, v in given.items() if v is not None}   # the others are left open
     same = set(config['given']) <= set(given) and given.items() <= config['settings'].items()
     return '' if same else 'has other settings'
 
-
+# %% ../../../nbs/core/run/runs.ipynb #3d607da0
 def is_fresh(folder, given: dict | None = None) -> bool:
     "Say whether a run is finished and would be made again as it is; `given` as in `why_stale`."
     return not why_stale(folder, given)
@@ -696,30 +695,22 @@ def _files_alike(folder) -> list[list[str]]:
     return sorted(alike.values(), key=place)
 
 # %% ../../../nbs/core/run/runs.ipynb #9b95ede0
-_SAID = 'The records of a run, as `datasets` reads them:'
+_SAID = 'The records of a run, as `datasets` reads them: a configuration for each kind of columns.'
 
 
 def _write_card(folder):
     "Write the `README.md` by which `datasets` reads a run's records, unless one is there."
     card = folder/'README.md'
     if card.exists() and _SAID not in card.read_text(encoding='utf-8', errors='replace'): return
-    configs = ''
-    calls = ''
+    configs = []
     for names in _files_alike(folder):
-        name = names[0]
-        call = f"load_dataset('{folder.name}', '{name}')"
-        if not calls:
-            if len(names) > 1: name = 'default'
-            call = f"load_dataset('{folder.name}')"
-        configs += f'- config_name: {name}\n'
-        if not calls: configs += '  default: true\n'
-        configs += '  data_files:\n'
-        for stem in names:
-            split = re.sub(r'\W', '_', stem)
-            configs += f'  - split: {split}\n    path: {stem}.json\n'
-        calls += f'- `{call}`: {", ".join(names)}\n'
-    if not calls: return card.unlink(missing_ok=True)
-    text = f'---\nconfigs:\n{configs}---\n\n# {folder.name}\n\n{_SAID}\n\n{calls}'
+        splits = [dict(split=re.sub(r'\W', '_', name), path=f'{name}.json') for name in names]
+        several = not configs and len(names) > 1
+        name = 'default' if several else names[0]
+        configs.append(dict(config_name=name, default=not configs, data_files=splits))
+    if not configs: return card.unlink(missing_ok=True)
+    header = json.dumps(dict(configs=configs), indent=1)   # which is YAML too
+    text = f"---\n{header}\n---\n\n# {folder.name}\n\n{_SAID}\n\n    load_dataset('{folder.name}')\n"
     with atomic_write(card) as p: p.write_text(text, encoding='utf-8')
 
 # %% ../../../nbs/core/run/runs.ipynb #5b17c76f
