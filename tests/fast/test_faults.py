@@ -108,12 +108,6 @@ def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, mon
     ensure_inputs(ppo.PPOConfig(policy=str(step), **none))   # nothing else is read
 
 
-def test_memory_is_in_billions_of_bytes(monkeypatch):
-    monkeypatch.setattr(runs.resource, 'getrusage', lambda _: SimpleNamespace(ru_maxrss=10**6))
-    monkeypatch.setattr(runs.sys, 'platform', 'linux')
-    assert runs._peak_memory()['peak_memory_gb'] == 1.024
-
-
 def test_too_little_training_is_said(base, tmp_path, capsys):
     tiny.run('sft', base, tmp_path/'out', eval_split='', learning_rate=3.)
     said = capsys.readouterr().out

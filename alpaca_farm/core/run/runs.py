@@ -213,7 +213,7 @@ def notebook_hash(notebook: str) -> str:
     path = notebook_path(notebook)
     return _hash_code({path: ''}) if path else ''
 
-
+# %% ../../../nbs/core/run/runs.ipynb #2b9e3433
 def code_hash(function) -> str:
     "Hash the module or notebook in which a function is defined, and all that it imports."
     space = function.__globals__
@@ -296,14 +296,10 @@ def _sources(cfg: Config, name: str) -> list[str]:
     return found
 
 # %% ../../../nbs/core/run/runs.ipynb #6cdb8b26
-def _as_given(cfg: Config) -> dict:
-    "Return the settings, with None for what was left open: size and data, which are inputs, decide it."
-    return asdict(cfg) | dict.fromkeys(cfg.left_open)
-
-
 def _decisive(cfg: Config) -> dict:
     "Return the settings without which a result would be another, inputs apart."
-    return {k: v for k, v in _as_given(cfg).items() if k not in (*cfg.aside, *cfg.inputs)}
+    given = asdict(cfg) | dict.fromkeys(cfg.left_open)   # which size and data, inputs, decide
+    return {k: v for k, v in given.items() if k not in (*cfg.aside, *cfg.inputs)}
 
 # %% ../../../nbs/core/run/runs.ipynb #feda25f0
 def _versions() -> dict[str, str]:
@@ -667,7 +663,7 @@ def _start_tracker(name: str, folder: Path, settings: dict):
     where = dict(logging_dir=folder) if kind.requires_logging_directory else dict(name=folder.name)
     tracker = kind('alpaca_farm', **where)
     tracker.start()
-    plain = {k: v for k, v in settings.items() if isinstance(v, (bool, int, float, str))}
+    plain = {k: v for k, v in settings.items() if isinstance(v, (int, float, str))}
     tracker.store_init_configuration(plain)
     return tracker
 
@@ -912,7 +908,8 @@ def _tell_move(
     made = 'an earlier version of this library' if earlier else made or 'other inputs or code'
     hint = ''
     if others and _ANSWERS.issuperset(others):
-        hint = f'. To answer with the policy that is there: best_of_n -p n 1 -p policy {cfg.out}'
+        hint = (f'. Its policy answers without a new training: stop this run, and take '
+                f'best_of_n -p n 1 -p policy {cfg.out} -r reward_model ""')
     tell(f'{cfg.out} holds a run made with {made}: it is kept as '
          f'{free_name(at_root(cfg.out).resolve()).name}, and this one takes its place. '
          f'To keep both in place, add -p out {cfg.out}_2 (python -m: --out){hint}')
