@@ -14,7 +14,7 @@ from .core.ask.client import ApiConfig
 from .core.data.preferences import hash_uniform, head2head_pairs, output_texts
 from .core.data.records import load_rows, read_rows
 from .core.data.dialogues import full_instruction, with_instruction
-from .core.run.files import at_root
+from .core.run.paths import at_root
 from .annotators import annotate_pairs, to_alpaca_eval
 from .judging.judges import load_annotators
 from .boards.leaderboards import leaderboard_row

@@ -10,17 +10,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .core.answers import (answer_figures, choose_best, fitting_prompts, in_chunks,
-    preflight, prompt_fields, sample_answers, SampleConfig, score_candidates, settle)
+from .core.answers import answer_figures, choose_best, fitting_prompts, in_chunks
+from .core.answers import preflight, prompt_fields, sample_answers, SampleConfig
+from .core.answers import score_candidates, settle
 from .core.ask.client import ApiConfig
 from .core.ask.completions import ServedWriter
-from .core.data.dialogues import as_messages, full_instruction, prompt_key, without_lead
+from .core.data.dialogues import as_messages, full_instruction, prompt_key
+from .core.data.dialogues import without_lead
 from .core.data.records import load_records, without_lists
 from .core.data.text import alpaca_prompt
 from .core.model.models import load_policy
 from .core.model.rewards import label_count, reward, RewardConfig
-from .core.run.files import at_root
-from .core.run.identity import run_config
+from .core.run.paths import at_root
+from .core.run.runs import run_config
 from .core.run.runs import start
 from .core.run.settings import command, Count, Named, Positive
 from .core.stats import kl_best_of_n, kl_best_of_n_estimate

@@ -14,21 +14,21 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import (answer_again, answer_eval_split, answer_labels,
-    AnswerConfig, answering, load_split, preflight, prompt_fields, sample_answers, settle)
+from .core.answers import answer_eval_split, answer_labels, AnswerConfig, answering
+from .core.answers import load_split, preflight, prompt_fields, sample_answers, settle
 from .core.ask.judge_configs import JudgedConfig
 from .core.data.dialogues import prompt_key
 from .core.data.preferences import answer_of, verdicts_over
 from .core.data.records import load_records
 from .core.data.text import encode
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.model.models import (load_policy, load_reference, logprobs,
-    response_logprobs, save_model)
+from .core.model.models import load_policy, load_reference, logprobs, response_logprobs
+from .core.model.models import save_model
 from .core.model.policy import Policy
 from .core.run.processes import once
 from .core.run.runs import read_log, start
-from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Named, Positive,
-    Schedule, TrainConfig)
+from .core.run.settings import Amount, by_size, command, Count, Named, Positive
+from .core.run.settings import Schedule, TrainConfig
 from .core.stats import standard_error, win_rate
 from .core.training import batches, token_batch, Trainer
 
@@ -59,7 +59,6 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     val_instances: Count = 150               # use only its first n prompts; 0: all
     inputs = dict(preferences='preferences', policy='model', data=('val_split', 'eval_split'),
                   annotators=('preferences', 'model'))
-    answering = ('eval_split', 'eval_instances')  # the others also decide the answers to val
 
 # %% ../nbs/binary_feedback.ipynb #eab7b360
 GOOD = '<good>'
@@ -190,7 +189,7 @@ def train(cfg: BinaryFeedbackConfig):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json and summary.json."
     from alpaca_farm.judging.judges import load_annotators
     run = start(cfg, train)
-    if run.done: return answer_again(run)
+    if run.done: return run
     rated, held_out, labels = _load_feedback(cfg)
     preflight(cfg, ('val_split', 'eval_split'))
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None

@@ -19,11 +19,11 @@ from .core.data.dialogues import prompt_key
 from .core.data.records import load_records
 from .core.data.text import check_limit, encode_prompts
 from .core.model.loading import load_tokenizer, model_config
-from .core.run.files import at_root, read_yaml
-from .core.run.inputs import methods as farm_methods
-from .core.run.runs import start
-from alpaca_farm.core.run.settings import (by_size, command, Count, HardwareConfig, Named, Scale,
-    Share)
+from .core.run.files import read_yaml
+from .core.run.paths import at_root
+from .core.run.runs import methods as farm_methods, start
+from .core.run.settings import by_size, command, Count, HardwareConfig, Named, Scale
+from .core.run.settings import Share
 from .judging.judges import api_clients, check_known_names, load_annotators
 from .judging.judges import judge_request
 from .worlds.folder import check_sizes, read_world, write_world

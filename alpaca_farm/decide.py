@@ -27,9 +27,8 @@ from .core.data.dialogues import prompt_key
 from .core.data.preferences import both_orders, match_prompts, output_texts
 from .core.data.records import each_answer
 from .core.model.rewards import reward
-from .core.run.identity import run_config
 from .core.run.jobs import Job, run_or_fail
-from .core.run.runs import start, write_csv
+from .core.run.runs import run_config, start, write_csv
 from .core.run.settings import command, Count, Positive
 from .core.stats import bootstrap, FEWEST_LABELS, Interval, tilted_weights, wilson
 from .farm import farm_jobs, farm_world, FarmConfig, population, RUNS

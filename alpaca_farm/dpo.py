@@ -15,17 +15,17 @@ from annotated_types import Ge, Interval
 import torch
 import torch.nn.functional as F
 
-from alpaca_farm.core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
-    mean, preflight, settle)
+from .core.answers import answer_eval_split, answer_labels, AnswerConfig, mean
+from .core.answers import preflight, settle
 from .core.data.preferences import swap_outputs
 from .core.data.records import load_records
-from .core.model.models import (load_policy, load_reference, response_logprobs,
-    save_model, sequence_logprobs)
+from .core.model.models import load_policy, load_reference, response_logprobs
+from .core.model.models import save_model, sequence_logprobs
 from .core.model.policy import Policy
 from .core.run.processes import gather_all
 from .core.run.runs import read_log, start
-from .core.run.settings import (Amount, by_size, command, Count, Named, Positive,
-    Scale, Schedule, Share, TrainConfig)
+from .core.run.settings import Amount, by_size, command, Count, Named, Positive, Scale
+from .core.run.settings import Schedule, Share, TrainConfig
 from .core.data.text import encode
 from .core.training import answer_batch, batches, hold_out, Trainer
 
@@ -303,7 +303,7 @@ class LabelledAnswers:
 def train(cfg: DPOConfig):
     "Optimise a policy on preferences; writes model/, outputs.json, log.jsonl, summary.json."
     run = start(cfg, train)
-    if run.done: return answer_again(run)
+    if run.done: return run
     records, *labels = read_labels(cfg)
     rows = hold_out(records, cfg.held_out, cfg.seed)
     preflight(cfg, ('eval_split',))

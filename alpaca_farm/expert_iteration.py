@@ -12,17 +12,18 @@ from typing import Annotated
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
-    preflight, sample_answers, SampleConfig, settle)
+from .core.answers import answer_eval_split, AnswerConfig, load_split, preflight
+from .core.answers import sample_answers, SampleConfig, settle
 from .core.data.records import each_answer, find_file, load_records, read_rows
-from .core.run.files import at_root, write_json
+from .core.run.files import write_json
+from .core.run.paths import at_root
 from .core.run.jobs import add_times, Job, run_or_fail
 from .core.model.models import load_policy, load_tokenizer, save_model
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.progress import tell
 from .core.run.runs import start
-from .core.run.settings import (Amount, by_size, command, Count, HardwareConfig,
-    Named, Positive, Scale, TrainConfig)
+from .core.run.settings import Amount, by_size, command, Count, HardwareConfig, Named
+from .core.run.settings import Positive, Scale, TrainConfig
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
@@ -95,7 +96,7 @@ def _rounded(values) -> list[float]: return [round(float(v), 3) for v in values]
 def train(cfg: ExpertIterationConfig):
     "Repeat best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json."
     run = start(cfg, train, STAGES)
-    if run.done: return answer_again(run)
+    if run.done: return run
     preflight(cfg, ('split', 'val_split', 'eval_split'))
     asked = load_split(cfg, 'split')
     each = len(asked)//cfg.rounds

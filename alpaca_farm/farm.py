@@ -18,12 +18,14 @@ from .boards.judged import short_names
 from .boards.simulation import paired_tables, write_simulation
 from .core.ask.client import ApiConfig
 from .core.ask.judge_configs import JudgedConfig
-from .core.run.files import notebooks_folder, read_yaml
-from .core.run.identity import run_config
-from .core.run.inputs import recipes
+from .core.run.paths import notebooks_folder
+from .core.run.files import read_yaml
+from .core.run.runs import run_config
+from .core.run.runs import recipes
 from .core.run.jobs import Job, run_jobs, study_job
 from .core.run.runs import check_run_folder, read_summary, start, write_csv
-from .core.run.settings import at_root, command, Count, Positive, refuse_unknown
+from .core.run.paths import at_root
+from .core.run.settings import command, Count, Positive, refuse_unknown
 from .judging.judges import load_annotators
 from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
 

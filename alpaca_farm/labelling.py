@@ -12,11 +12,11 @@ from typing import Literal
 
 import numpy as np
 
-from .core.run.inputs import ensure_inputs
+from .core.run.paths import at_root
+from .core.run.runs import ensure_inputs, start
 from .core.data.dialogues import prompt_key, prompt_text
-from .core.run.files import at_root, digest
+from .core.run.files import digest
 from .core.data.preferences import hash_uniform, is_preference, pair_identity
-from .core.run.runs import start
 from .core.run.settings import command, Config, Count, Named, Share
 from .core.stats import FEWEST_LABELS, wilson
 from .core.ask.store import request_key, Store

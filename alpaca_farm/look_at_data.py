@@ -27,7 +27,7 @@ from .core.data.records import find_file, load_records, load_rows, remarks
 from .core.data.shown import learned_texts
 from .core.data.text import check_limit, encode_prompts, encode_responses
 from .core.model.loading import load_tokenizer
-from .core.run.files import at_root
+from .core.run.paths import at_root
 from .core.run.runs import start, write_figure
 from .core.run.settings import by_size, command, Count
 from .core.stats import wilson

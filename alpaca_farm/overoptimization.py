@@ -25,13 +25,11 @@ from .core.functional import has_spread
 from .core.model.models import load_policy
 from .core.model.policy import Policy
 from .core.model.rewards import reward
-from .core.run.identity import run_config, run_of
-from .core.run.inputs import methods
 from .core.run.progress import Progress
-from .core.run.runs import start, write_csv
+from .core.run.runs import methods, run_config, run_of, start, write_csv
 from .core.run.settings import at_root, command, Positive
-from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap, kl_best_of_n,
-    kl_best_of_n_estimate, tilted_weights)
+from .core.stats import best_of_n_value, best_of_n_weights, bootstrap, kl_best_of_n
+from .core.stats import kl_best_of_n_estimate, tilted_weights
 from .judging.judges import load_annotators
 from .worlds.folder import read_world, World
 

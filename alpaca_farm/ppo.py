@@ -17,18 +17,19 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import answer_again, load_split, mean_figures, preflight, settle
-from alpaca_farm.core.functional import (gae, has_spread, kl_estimate, KL_KINDS, masked_mean,
-    masked_var, masked_whiten)
-from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
-    load_tokenizer, logprobs, scalar_on, values, zero_head)
-from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
-    OnlineConfig, prompt_indices, rollout_scores, sample_rollout)
+from .core.answers import load_split, mean_figures, preflight, settle
+from .core.functional import gae, has_spread, kl_estimate, KL_KINDS, masked_mean
+from .core.functional import masked_var, masked_whiten
+from .core.model.models import answer_states, load_policy, load_reference, load_scalar
+from .core.model.models import load_tokenizer, logprobs, scalar_on, values, zero_head
+from .core.online import CheckpointSelector, finish_run, in_micro_batches, load_prompts
+from .core.online import OnlineConfig, prompt_indices, rollout_scores, sample_rollout
 from .core.run.processes import rank
 from .core.model.policy import Policy
 from .core.model.rewards import reward
 from .core.run.runs import start
-from .core.run.settings import Amount, by_size, command, Positive, Scale, Schedule, Share
+from .core.run.settings import Amount, by_size, command, Positive, Scale, Schedule
+from .core.run.settings import Share
 from .core.training import Trainer
 
 # %% ../nbs/ppo.ipynb #5e5c2420
@@ -312,7 +313,7 @@ def train(cfg: PPOConfig):
     from alpaca_farm.annotators import annotate_pairs
     from alpaca_farm.judging.judges import load_annotators
     run = start(cfg, train)
-    if run.done: return answer_again(run)
+    if run.done: return run
     preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)

@@ -14,13 +14,12 @@ from annotated_types import Ge
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import answer_again, load_split, mean_figures, preflight, settle
+from .core.answers import load_split, mean_figures, preflight, settle
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.functional import widen
-from alpaca_farm.core.model.models import (answer_states, load_policy, load_reference,
-    logits_of)
-from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
-    OnlineConfig, prompt_indices, rollout_scores, sample_rollout)
+from .core.model.models import answer_states, load_policy, load_reference, logits_of
+from .core.online import CheckpointSelector, finish_run, in_micro_batches, load_prompts
+from .core.online import OnlineConfig, prompt_indices, rollout_scores, sample_rollout
 from .core.model.policy import Policy
 from .core.model.rewards import reward
 from .core.run.runs import start
@@ -172,7 +171,7 @@ def _draw_rows(n: int, step: int, cfg: QuarkConfig) -> list[list[int]]:
 def train(cfg: QuarkConfig):
     "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
-    if run.done: return answer_again(run)
+    if run.done: return run
     preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)

@@ -22,7 +22,8 @@ from .core.data.preferences import output_texts, Pool
 from .core.data.records import load_records
 from .core.functional import has_spread
 from .core.model.models import load_policy
-from .core.run.files import at_root, module_of, notebooks_folder, read_json, read_yaml
+from .core.run.files import read_json, read_yaml
+from .core.run.paths import at_root, module_of, notebooks_folder
 from .core.run.runs import start
 from .core.run.settings import command, Positive, Share
 from .core.stats import sigmoid

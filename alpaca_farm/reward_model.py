@@ -25,8 +25,8 @@ from .core.model.models import load_scalar, load_tokenizer, save_model, sequence
 from .core.model.policy import Policy
 from .core.model.rewards import score_records
 from .core.run.runs import start
-from .core.run.settings import (Amount, Arguments, by_size, command, Count, Named,
-    Positive, Schedule, Template, TrainConfig)
+from .core.run.settings import Amount, Arguments, by_size, command, Count, Named
+from .core.run.settings import Positive, Schedule, Template, TrainConfig
 from .core.stats import wilson
 from .core.data.text import check_positions, encode
 from .core.training import answer_batch, batches, hold_out, Trainer

@@ -21,13 +21,13 @@ from .annotators import annotate_pairs
 from .core.answers import in_chunks, mean, SampleConfig
 from .core.ask.client import ApiConfig
 from .core.ask.completions import LocalWriter, ServedWriter
-from .core.data.dialogues import (as_messages, bare_prompt, dialogue_text,
-    prompt_messages, TAGS, with_space)
+from .core.data.dialogues import as_messages, bare_prompt, dialogue_text
+from .core.data.dialogues import prompt_messages, TAGS, with_space
 from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs
 from .core.data.records import load_records
 from .core.model.models import load_policy
-from alpaca_farm.core.run.files import (at_root, atomic_write, notebooks_folder, read_json,
-    read_yaml, root)
+from .core.run.files import atomic_write, read_json, read_yaml
+from .core.run.paths import at_root, notebooks_folder, root
 from .core.run.runs import start
 from .core.run.settings import command, Count, Named, Positive, Scale
 

@@ -14,23 +14,23 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import (answer_again, answer_eval_split, AnswerConfig, end_turns,
-    mean, preflight, sample, SampleConfig, settle)
-from .core.data.records import (each_answer, LISTS, load_records, merge_candidates,
-    select_candidates, without_lists)
-from alpaca_farm.core.data.text import (collate, decode, encode_prompts, encode_responses,
-    within_limit)
+from .core.answers import answer_eval_split, AnswerConfig, end_turns, mean, preflight
+from .core.answers import sample, SampleConfig, settle
+from .core.data.records import each_answer, LISTS, load_records, merge_candidates
+from .core.data.records import select_candidates, without_lists
+from .core.data.text import collate, decode, encode_prompts, encode_responses
+from .core.data.text import within_limit
 from .core.model.beams import beam_search
 from .core.model.loading import load_tokenizer
-from .core.model.models import (load_policy, load_reference, response_logprobs,
-    save_model, sequence_logprobs)
+from .core.model.models import load_policy, load_reference, response_logprobs
+from .core.model.models import save_model, sequence_logprobs
 from .core.model.policy import Policy
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.files import read_json
 from .core.run.processes import once
 from .core.run.runs import read_log, start
-from .core.run.settings import (Amount, as_list, by_size, command, Count, Named,
-    Positive, Schedule, TrainConfig)
+from .core.run.settings import Amount, as_list, by_size, command, Count, Named
+from .core.run.settings import Positive, Schedule, TrainConfig
 from .core.training import batches, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
@@ -324,9 +324,7 @@ def _count_labels(run) -> dict[str, int]:
 def train(cfg: RRHFConfig):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json and outputs.json."
     run = start(cfg, train)
-    if run.done:
-        names = 'length', 'ended', 'kl', 'reward', 'perplexity', 'perplexity_median'
-        return answer_again(run, names, lambda: _answer_figures(run))
+    if run.done: return run
     preflight(cfg, ('eval_split',))
     plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     queries, left_out = _load_queries(run, plain)

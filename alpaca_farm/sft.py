@@ -12,15 +12,15 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import torch
 
-from alpaca_farm.core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
-    preflight, settle)
+from .core.answers import answer_eval_split, AnswerConfig, load_split, preflight
+from .core.answers import settle
 from .core.data.dialogues import prompt_key, prompt_messages
 from .core.data.formats import notice
 from .core.model.models import load_policy, logprobs, save_model
 from .core.model.policy import Policy
 from .core.run.runs import read_log, start
-from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Named, Positive,
-    TrainConfig)
+from .core.run.settings import Amount, by_size, command, Count, Named, Positive
+from .core.run.settings import TrainConfig
 from .core.data.text import encode
 from .core.training import batches, token_batch, Trainer
 
@@ -87,7 +87,7 @@ def _load_demonstrations(cfg: SFTConfig, setting: str, n: int | None) -> list[di
 def train(cfg: SFTConfig):
     "Fine-tune a policy on demonstrations; writes model/, outputs.json, log.jsonl, summary.json."
     run = start(cfg, train)
-    if run.done: return answer_again(run, ('length', 'ended'))
+    if run.done: return run
     learn = _load_demonstrations(cfg, 'split', cfg.max_instances or None)
     unseen = _load_demonstrations(cfg, 'val_split', 200) if cfg.val_split else []
     preflight(cfg, ('eval_split',))

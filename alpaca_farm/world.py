@@ -14,18 +14,18 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 import numpy as np
 
-from .core.run.files import module_of
+from .core.run.paths import module_of
 from .core.run.runs import start
-from .core.run.settings import (
-    Amount, Betas, command, Count, Positive, Share, TrainConfig)
+from .core.run.settings import Amount, Betas, command, Count, Positive, Share
+from .core.run.settings import TrainConfig
 from .core.stats import sigmoid
 from .judging.measures import preference_probabilities, sample_votes
 from .worlds.folder import SPLITS, write_world
 from .worlds.embedded.authors import Author, EXPERT
 from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
-from .worlds.embedded.crowd import (  # those without sample or write are named by settings
-    crowd, gold, held_out_crowd, judge, length_biased, Population, pool, read_population,
-    sample_crowd, sample_pool, vain_judge, write_population)
+from .worlds.embedded.crowd import crowd, gold, held_out_crowd, judge, length_biased
+from .worlds.embedded.crowd import Population, pool, read_population, sample_crowd
+from .worlds.embedded.crowd import sample_pool, vain_judge, write_population
 from .worlds.embedded.grammar import is_held_out, render, request_of, sample_request
 from .worlds.embedded.lexicon import ASKERS
 from .worlds.embedded.prose import sample_page

@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 
 import tiny
-from alpaca_farm.core.run.files import notebook_path, read_json, write_json
+from alpaca_farm.core.run.files import read_json, write_json
+from alpaca_farm.core.run.paths import notebook_path
 from alpaca_farm.core.stats import bootstrap
 from alpaca_farm.farm import read_sizes
 from alpaca_farm.world import sample_splits, WorldConfig

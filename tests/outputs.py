@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from alpaca_farm.core.run.files import digest, read_json, write_json
-from alpaca_farm.core.run.identity import run_config
+from alpaca_farm.core.run.runs import run_config
 from alpaca_farm.core.run.progress import Progress
 from alpaca_farm.core.run.settings import at_root, Config, from_args, root
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
-from alpaca_farm.core.run.files import module_of
+from alpaca_farm.core.run.paths import module_of
 
 ROOT = Path(__file__).parents[1]
 LONG = 3600   # seconds, where something needs a limit: that of the whole run (pytest.ini)
@@ -114,7 +114,7 @@ def run_here(jobs, *_):
 def show_results(notebook, cfg):
     "Execute the cells of a notebook after its settings, which show a run; returns their text."
     import matplotlib.pyplot as plt
-    from alpaca_farm.core.run.files import notebook_path
+    from alpaca_farm.core.run.paths import notebook_path
     code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells']
             if c['cell_type'] == 'code']
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
@@ -131,7 +131,7 @@ def show_results(notebook, cfg):
 
 def executed(notebook):
     "The names that a notebook without exports defines, its cells executed but for the slow ones."
-    from alpaca_farm.core.run.files import notebook_path
+    from alpaca_farm.core.run.paths import notebook_path
     names = {}
     for c in json.loads(notebook_path(notebook).read_text())['cells']:
         text = ''.join(c['source'])

@@ -15,22 +15,20 @@ import numpy as np
 
 from ..core.ask.client import ApiConfig
 from ..core.ask.judge_configs import model_kind
-from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
-    pool_weights, report_missing)
+from ..core.data.preferences import annotator_name, annotator_order, pool_members
+from ..core.data.preferences import pool_weights, report_missing
 from ..core.data.records import load_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.identity import run_config
-from ..core.run.inputs import ensure_inputs
 from ..core.run.progress import Progress
-from ..core.run.runs import start, write_csv, write_figure
+from ..core.run.runs import ensure_inputs, run_config, start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import one_hot_votes, vote_mode
-from ..judging.judges import (ask_both_orders, check_all_answered,
-    check_known_names, load_annotators)
-from alpaca_farm.judging.label_files import (label_file, label_files, load_sets, per_thousand,
-    recorded_verdicts, Verdicts)
-from ..judging.measures import (bootstrap_measures, cast_votes, FEWEST, judge_measures,
-    pair_traits, people_measures, people_votes)
+from ..judging.judges import ask_both_orders, check_all_answered, check_known_names
+from ..judging.judges import load_annotators
+from ..judging.label_files import label_file, label_files, load_sets, per_thousand
+from ..judging.label_files import recorded_verdicts, Verdicts
+from ..judging.measures import bootstrap_measures, cast_votes, FEWEST, judge_measures
+from ..judging.measures import pair_traits, people_measures, people_votes
 
 # %% ../../nbs/boards/agreement.ipynb #8b8bfc52
 SETS = ['runs/world/labelled.json']

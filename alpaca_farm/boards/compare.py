@@ -15,14 +15,13 @@ import numpy as np
 
 from ..core.data.preferences import annotator_name, output_texts
 from ..core.data.dialogues import prompt_key
-from ..core.run.identity import read_signed
 from ..core.ask.judge_configs import JudgedConfig
-from ..core.run.runs import read_log, start, write_csv, write_figure
+from ..core.run.runs import read_log, read_signed, start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import win_rate_interval
 from ..judging.judges import load_annotators
-from alpaca_farm.boards.corrected import (corrected_columns, correction_report, match_labels,
-    read_people_labels)
+from .corrected import corrected_columns, correction_report, match_labels
+from .corrected import read_people_labels
 from .judged import complete_preferences, read_answers, short_names
 
 # %% ../../nbs/boards/compare.ipynb #e5ca51a0

@@ -17,8 +17,7 @@ import numpy as np
 
 from ..core.data.preferences import pair_up
 from ..core.data.dialogues import full_instruction
-from alpaca_farm.core.stats import (FEWEST_LABELS, Interval, plain, wilson,
-    win_rate_interval)
+from ..core.stats import FEWEST_LABELS, Interval, plain, wilson, win_rate_interval
 from ..judging.label_files import load_sets
 
 # %% ../../nbs/boards/corrected.ipynb #a4379046

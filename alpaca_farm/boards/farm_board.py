@@ -17,12 +17,11 @@ from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from .text import TEXT_COLUMNS, word_scorer
 from ..core.answers import choose_best, score_candidates
 from ..core.data.dialogues import full_instruction, prompt_key
-from alpaca_farm.core.data.preferences import (answer_preferences, match_prompts, output_texts,
-    pair_up)
+from ..core.data.preferences import answer_preferences, match_prompts, output_texts
+from ..core.data.preferences import pair_up
 from ..core.data.records import load_records
 from ..core.run.files import read_json
-from ..core.run.inputs import recipes
-from ..core.run.runs import read_summary, write_csv, write_figure
+from ..core.run.runs import read_summary, recipes, write_csv, write_figure
 from ..core.run.settings import at_root
 from ..core.stats import replicate_interval
 from ..judging.judges import api_clients

@@ -13,12 +13,12 @@ import numpy as np
 from ..annotators import annotate_pairs
 from ..judging.judges import api_clients, check_all_answered, load_annotators
 from ..core.ask.judge_configs import is_population
-from ..core.data.preferences import (check_preferences, hash_uniform, pair_up,
-    preferences_over, report_missing, same_answers)
+from ..core.data.preferences import check_preferences, hash_uniform, pair_up
+from ..core.data.preferences import preferences_over, report_missing, same_answers
 from ..core.data.formats import notice
 from ..core.data.records import load_records
 from ..core.data.dialogues import prompt_key
-from ..core.run.files import at_root
+from ..core.run.paths import at_root
 from ..core.run.runs import read_summary
 from ..core.stats import win_rate_interval
 from ..judging.measures import preference_probabilities, sample_votes

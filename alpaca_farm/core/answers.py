@@ -6,14 +6,13 @@
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
            'sample_answers', 'in_chunks', 'mean', 'choose_best', 'mean_figures', 'answer_figures', 'score_candidates',
            'log_ratios', 'load_split', 'answer_labels', 'settle', 'try_setting', 'preflight', 'answer_eval_split',
-           'answer_again', 'print_answers']
+           'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 import math
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations, islice
 
 import numpy as np
@@ -24,20 +23,18 @@ from .data.formats import notice
 from .data.shown import example_text, learned_texts
 from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
 from .run.defaults import count_weights
-from .run.health import few_steps
-from alpaca_farm.core.run.files import (append_lines, at_root, hub_snapshot, looks_like_hub,
-    read_json, read_lines)
+from .run.files import append_lines, read_json, read_lines
+from .run.paths import at_root, hub_snapshot, looks_like_hub
 from .model.generation import generate, Sample
-from .model.models import load_policy, response_logprobs
+from .model.models import response_logprobs
 from .model.policy import Policy
 from .run.processes import once
 from .run.progress import Progress, tell
-from .run.runs import read_log, read_summary
-from .run.settings import (Amount, Arguments, as_list, by_size, Config,
-    Count, Nucleus, Positive, sized_defaults, Template)
+from .run.settings import Amount, Arguments, as_list, by_size, Config, Count
+from .run.settings import Nucleus, Positive, sized_defaults, Template
 from .stats import standard_error
-from .data.text import (check_limit, check_positions, decode, encode_prompts,
-    encode_responses, end_token, uses_chat, within_limit)
+from .data.text import check_limit, check_positions, decode, encode_prompts
+from .data.text import encode_responses, end_token, uses_chat, within_limit
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass
@@ -66,7 +63,6 @@ class AnswerConfig(PromptConfig):
     columns: str = ''               # names of columns: ours, equals sign, yours
     eval_temperature: Amount = by_size(1., .8)  # of the answers that are evaluated; 0 is greedy
     eval_top_p: Nucleus = 1.0       # nucleus of these answers
-    answering = ('eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p')
 
 # %% ../../nbs/core/answers.ipynb #34628ae3
 def answering(cfg: AnswerConfig) -> AnswerConfig:
@@ -416,28 +412,6 @@ def answer_eval_split(
     figures['kl'] = mean(ratios)
     if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)
     return figures
-
-# %% ../../nbs/core/answers.ipynb #1f7065bb
-def answer_again(
-    run,             # finished
-    names=('length', 'ended', 'kl'),  # the figures of the answers in its summary
-    more=lambda: {},  # gives those of them that are not the figures of `answer_eval_split`
-):  # the run
-    "Answer the evaluation split with the saved policy, unless that has been done as asked for."
-    if run.answered: return run
-    load = partial(load_policy, cfg=run.cfg, train=True, frozen=True)
-    reference = load(run.cfg.policy) if 'kl' in names else None
-    policy = load(str(run.folder))
-    old = read_summary(run.folder)
-    run.begin()
-    if 'epochs' in vars(run.cfg): run.health(few_steps(run.cfg, run.config['steps']))
-    for r in read_log(run.folder): run.health(r, f'step {r["step"]}: ')
-    figures = answer_eval_split(policy, run, reference) | more()
-    if not run.cfg.eval_split: once(run.path('outputs.json').unlink, True)
-    run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
-    left_out = *names, 'kl_standard_error', 'warnings', 'peak_memory_gb', 'device_memory_gb'
-    run.finish(**{k: v for k, v in old.items() if k not in left_out} | figures)
-    return run
 
 # %% ../../nbs/core/answers.ipynb #0456c517
 def print_answers(

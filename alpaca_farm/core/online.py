@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import torch
 
-from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_split,
-    mean, prompt_fields, sample, sample_answers, SampleConfig)
+from .answers import answer_eval_split, AnswerConfig, fitting_prompts, load_split
+from .answers import mean, prompt_fields, sample, sample_answers, SampleConfig
 from .data.preferences import pair_up, with_verdict
 from .data.dialogues import prompt_key
 from .ask.judge_configs import JudgedConfig

@@ -14,13 +14,15 @@ from fastcore.basics import patch
 from .data.dialogues import prompt_key
 from .data.text import collate
 from .model.memory import tokens_to_train
-from .model.models import device_of, dtype_of, unique_weights
+from .model.loading import device_of, dtype_of
+from .model.models import unique_weights
 from .model.policy import explain_memory, own_weights, Policy
-from .run.health import few_steps
+from .run.runs import few_steps
 from .run.processes import add_up, rank
 from .run.progress import Progress
 from .run.runs import Run
 from .run.settings import TrainConfig
+
 
 # %% ../../nbs/core/training.ipynb #a48b3ec0
 def learning_rate(

@@ -18,19 +18,20 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ..core.ask.client import (answer_text, ApiClient, ApiConfig, ask_until_read,
-    parse_mapping, reading_advice, token_usage)
-from alpaca_farm.core.ask.judge_configs import (adapt_decoding, entry_model, is_population,
-    judge_config_file, model_kind, parse_decoding, read_judge_config, REASONING_MODELS,
-    REQUEST_FIELDS, suggest_names)
-from alpaca_farm.core.data.records import (candidate_pair, check_records, find_file, load_records,
-    read_rows, read_text)
-from ..core.data.preferences import (annotator_preferences, answer_of, hash_uniform,
-    head2head_pairs, is_preference, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference,
-    report_missing, shown_swapped, swap_outputs)
+from ..core.ask.client import answer_text, ApiClient, ApiConfig, ask_until_read
+from ..core.ask.client import parse_mapping, reading_advice, token_usage
+from ..core.ask.judge_configs import adapt_decoding, entry_model, is_population
+from ..core.ask.judge_configs import judge_config_file, model_kind, parse_decoding
+from ..core.ask.judge_configs import read_judge_config, REASONING_MODELS, REQUEST_FIELDS
+from ..core.ask.judge_configs import suggest_names
+from ..core.data.records import candidate_pair, check_records, find_file, load_records
+from ..core.data.records import read_rows, read_text
+from ..core.data.preferences import annotator_preferences, answer_of, hash_uniform
+from ..core.data.preferences import head2head_pairs, is_preference, PAIR_FIELDS, Pool
+from ..core.data.preferences import pool_members, pool_weights, read_preference
+from ..core.data.preferences import report_missing, shown_swapped, swap_outputs
 from ..core.data.formats import as_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.files import near_path
 from ..core.run.settings import at_root, Config, resolve
 from ..core.stats import sigmoid
 from .label_files import label_file
@@ -455,9 +456,7 @@ def _judge_kind(spec):
     if model_kind(spec):
         hint = ('. A language model needs a prompt: name a configuration, such as open_pool, '
                 'and map its model to this folder')
-    elif not os.path.exists(at_root(spec)):
-        near = near_path(spec)
-        hint = f'. Did you mean {near}?' if near else suggest_names(spec)
+    elif not os.path.exists(at_root(spec)): hint = suggest_names(spec)
     known = '; '.join(f'{kind.what} ({kind.example})' for kind in JUDGES.values())
     raise ValueError(f'{spec!r}: this is no annotator. One is: {known}{hint}')
 

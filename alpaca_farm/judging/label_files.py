@@ -15,15 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alpaca_farm.core.data.dialogues import (as_turn, dialogue_text, full_instruction, naming,
-    SYSTEM)
-from ..core.data.formats import (ANNOTATOR_FIELDS, as_records, check_code, CODES,
-    find_reader, finite_number, notice, read_ended, with_prompt_parts)
+from ..core.data.dialogues import as_turn, dialogue_text, full_instruction, naming
+from ..core.data.dialogues import SYSTEM
+from ..core.data.formats import ANNOTATOR_FIELDS, as_records, check_code, CODES
+from ..core.data.formats import find_reader, finite_number, notice, read_ended
+from ..core.data.formats import with_prompt_parts
 from ..core.ask.judge_configs import is_population
-from alpaca_farm.core.data.preferences import (ENDED, PAIR_FIELDS, pair_identity, plain_lines,
-    read_preference, report_missing)
-from alpaca_farm.core.data.records import (check_field, check_record, check_records, FILE_SUFFIXES,
-    read_rows, remarks)
+from ..core.data.preferences import ENDED, PAIR_FIELDS, pair_identity, plain_lines
+from ..core.data.preferences import read_preference, report_missing
+from ..core.data.records import check_field, check_record, check_records, FILE_SUFFIXES
+from ..core.data.records import read_rows, remarks
 from ..core.run.settings import at_root, resolve
 
 # %% ../../nbs/judging/label_files.ipynb #c8696995

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.data.dialogues import full_instruction
-from ..core.data.preferences import (annotator_order, annotator_preferences,
-    check_preferences, decide_vote, hash_uniform, pair_identity, pool_members, swap_outputs)
-from alpaca_farm.core.stats import (agreement, bias, Interval, one_hot_votes, spearman, variance,
-    vote_mode, wilson)
+from ..core.data.preferences import annotator_order, annotator_preferences
+from ..core.data.preferences import check_preferences, decide_vote, hash_uniform
+from ..core.data.preferences import pair_identity, pool_members, swap_outputs
+from ..core.stats import agreement, bias, Interval, one_hot_votes, spearman, variance
+from ..core.stats import vote_mode, wilson
 
 # %% ../../nbs/judging/measures.ipynb #f2ec7e8a
 def flip_mask(

@@ -17,8 +17,9 @@ import numpy as np
 
 from ..core.ask.judge_configs import is_population
 from ..core.data.records import FILE_SUFFIXES
-from ..core.run.files import at_root, looks_like_hub, missing_path, read_json, write_json
-from ..core.run.inputs import recipes
+from ..core.run.files import read_json, write_json
+from ..core.run.paths import at_root, looks_like_hub, missing_path
+from ..core.run.runs import recipes
 from ..core.run.settings import as_type, refuse_unknown, resolve, Share
 
 # %% ../../nbs/worlds/folder.ipynb #f01d0007

@@ -4,8 +4,8 @@ import json
 import pytest
 
 import tiny
-from alpaca_farm.auto_annotations import (alpaca_leaderboard, PairwiseAutoAnnotator, _records_of,
-    _reference_from_hub)
+from alpaca_farm.auto_annotations import alpaca_leaderboard, PairwiseAutoAnnotator, _records_of
+from alpaca_farm.auto_annotations import _reference_from_hub
 from judge_server import judge_server
 
 EXAMPLES = tiny.ROOT/'../shared/data/alpaca_farm_examples'

@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 import tiny
 from alpaca_farm import binary_feedback, world
-from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, GOOD, label_accuracy,
-    _rate_outputs)
+from alpaca_farm.binary_feedback import BAD, BinaryFeedbackConfig, GOOD, label_accuracy
+from alpaca_farm.binary_feedback import _rate_outputs
 from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.dialogues import prompt_key

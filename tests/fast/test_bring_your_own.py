@@ -8,8 +8,8 @@ import pytest
 import tiny
 from judge_server import judge_server
 from alpaca_farm import bring_your_own, farm
-from alpaca_farm.bring_your_own import (
-    _read_own, BringYourOwnConfig, divide_prompts, forecast, METHODS, own_sizes)
+from alpaca_farm.bring_your_own import _read_own, BringYourOwnConfig, divide_prompts, forecast
+from alpaca_farm.bring_your_own import METHODS, own_sizes
 from alpaca_farm.core.data.dialogues import full_instruction
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json

@@ -20,15 +20,14 @@ RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
 CORE = ['data.dialogues',
-        'run.progress run.files functional data.preferences',
-        'run.defaults data.formats ask.store',
+        'run.progress run.files run.paths functional data.preferences',
+        'run.checkpoints data.formats ask.store',
+        'run.defaults',
         'run.settings data.shown',
         'model.policy run.processes',
         'data.records model.control model.packing',
         'ask.judge_configs data.text model.memory',
-        'run.identity model.loading',
-        'run.health run.execution',
-        'run.inputs',
+        'model.loading run.execution',
         'ask.client stats run.runs model.generation',
         'model.beams model.models run.jobs',
         'model.rewards',
@@ -75,7 +74,7 @@ each_module = pytest.mark.parametrize('path', MODULES, ids=name_of)
 @each_notebook
 def test_a_notebook_is_known_as_its_module(path):
     "Executed from top to bottom, a notebook has the identity of the module that it exports."
-    from alpaca_farm.core.run.identity import code_hash, notebook_hash
+    from alpaca_farm.core.run.runs import code_hash, notebook_hash
     history = [source(c) for c in cells(path) if c['cell_type'] == 'code']
     executed = eval('lambda: 0', dict(In=history))
     module = importlib.import_module(config_of(path).__module__)

@@ -12,8 +12,9 @@ from alpaca_farm import world
 from alpaca_farm import eval as ev
 from alpaca_farm.boards import compare
 from alpaca_farm.boards.farm_board import _people_labels
-from alpaca_farm.boards.corrected import (correct_rate, corrected_difference, corrected_rate,
-    correction_report, judge_agreement, match_labels, plan_labels, ppi_mean)
+from alpaca_farm.boards.corrected import correct_rate, corrected_difference, corrected_rate
+from alpaca_farm.boards.corrected import correction_report, judge_agreement, match_labels
+from alpaca_farm.boards.corrected import plan_labels, ppi_mean
 from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.core.data.records import load_records

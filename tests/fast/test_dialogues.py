@@ -16,8 +16,8 @@ from alpaca_farm import (annotators, best_of_n, binary_feedback, dpo, eval as ev
     quark, reward_model, rrhf, sft)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.dialogues import full_instruction, prompt_key
-from alpaca_farm.core.data.dialogues import (as_messages, dialogue_text, parse_dialogue,
-    prompt_text, with_space)
+from alpaca_farm.core.data.dialogues import as_messages, dialogue_text, parse_dialogue
+from alpaca_farm.core.data.dialogues import prompt_text, with_space
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.run.runs import read_log, read_summary

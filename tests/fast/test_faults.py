@@ -23,12 +23,12 @@ from alpaca_farm import ppo
 from alpaca_farm.boards.compare import CompareConfig, differing_settings
 from alpaca_farm.core.model import loading
 from alpaca_farm.core.model.loading import model_path
-from alpaca_farm.core.run import files, identity, inputs, jobs, runs
+from alpaca_farm.core.run import files, jobs, runs
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.inputs import ensure_inputs
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.identity import content_hash, read_signed, signed, written_hashes
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.paths import notebooks_folder
+from alpaca_farm.core.run.runs import content_hash, ensure_inputs, read_log, read_signed
+from alpaca_farm.core.run.runs import read_summary, signed
 from alpaca_farm.core.run.settings import Config
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
@@ -47,55 +47,48 @@ def test_one_file_is_not_several_splits(base, tmp_path, notebook):
             data=tiny.write(tmp_path/'all.json', ROWS))
 
 
-WORLDS = dict(   # the inputs whose defaults are of the embedded world; of judges the last
-    sft='data policy', reward_model='preferences policy', dpo='preferences policy data',
-    binary_feedback='preferences policy data annotators', rlcd='data policy',
-    rrhf='candidates policy reward_model data', best_of_n='policy reward_model data',
-    ppo='policy reward_model data', quark='policy reward_model data',
-    expert_iteration='policy reward_model data', annotators='outputs annotators',
-    eval='outputs reference annotators', bring_your_own='model prompts preferences judge',
-    overoptimization='policy bank references proxies policies world', look_at_data='data policy')
-WORLDS |= {'boards/agreement': 'sets judges', 'boards/compare': 'folders annotators'}
 LONGEST = 'alpaca_farm.boards.agreement:prefer_longer'
+JUDGES = {'judge', 'judges', 'annotators'}
 
 
-@pytest.mark.parametrize('notebook', WORLDS)
-def test_a_real_input_is_never_joined_by_the_embedded_world(base, tmp_path, monkeypatch, notebook):
-    built = []
-    monkeypatch.setattr(inputs, 'build', lambda _, out, **__: built.append(out))
-    kind = tiny.config_class(notebook)
-    names = WORLDS[notebook].split()
-    def given(name, value): return {name: [value]*2 if type(getattr(kind(), name)) is list else value}
-    copy = shutil.copytree(base/'sft'/'model', tmp_path/'copy')   # is nobody's run
-    judge = shutil.copytree(base/'reward_model'/'model', tmp_path/'judge')
-    judges = {'judge', 'judges', 'annotators'}
-    for name in names:
-        if name in judges:   # who judges goes with any world
-            for spec in (LONGEST, str(judge)): ensure_inputs(kind(**given(name, spec)))
-            continue
-        forgotten = ', '.join(n for n in names if n != name)
-        message = f'^{forgotten}: name yours, .* embedded world, and {name} = {copy} is not$'
-        with pytest.raises(ValueError, match=message): ensure_inputs(kind(**given(name, str(copy))))
-    assert built == [] if not judges & {*names} else built
-    ensure_inputs(kind())   # all of them are of one world
-    assert built
-
-
-def test_every_command_with_inputs_of_the_embedded_world_is_in_the_table():
-    from alpaca_farm.core.run.files import notebooks_folder
-    found = set()
+def commands_on_the_embedded_world():
+    "Classes of settings with several inputs of the embedded world, and the names of these."
     for path in notebooks_folder().rglob('*.ipynb'):
         name = str(path.relative_to(notebooks_folder()))[:-6]
         if 'core' in name or 'studies' in name: continue
-        try: cfg = tiny.config_class(name)()
+        try: kind = tiny.config_class(name)
         except (ImportError, StopIteration): continue
-        own = [n for n in cfg.inputs if 'runs/' in str(getattr(cfg, n))]
-        if len(own) > 1: found.add(name)
-    assert found == {*WORLDS}
+        cfg = kind()
+        names = [n for n in cfg.inputs if 'runs/' in str(getattr(cfg, n))]
+        if len(names) > 1: yield kind, names
+
+
+def test_a_real_input_is_never_joined_by_the_embedded_world(base, tmp_path, monkeypatch):
+    built = []
+    monkeypatch.setattr(runs, 'build', lambda _, out, **__: built.append(out))
+    copy = shutil.copytree(base/'sft'/'model', tmp_path/'copy')   # is nobody's run
+    judge = shutil.copytree(base/'reward_model'/'model', tmp_path/'judge')
+    commands = list(commands_on_the_embedded_world())
+    assert len(commands) > 15
+    for kind, names in commands:
+        def given(name, value):
+            several = type(getattr(kind(), name)) is list
+            return {name: [value]*2 if several else value}
+        for name in names:
+            if name in JUDGES:   # who judges goes with any world
+                for spec in (LONGEST, str(judge)): ensure_inputs(kind(**given(name, spec)))
+                continue
+            forgotten = ', '.join(n for n in names if n != name)
+            message = f'^{forgotten}: name yours, .* embedded world, and {name} = {copy} is not$'
+            cfg = kind(**given(name, str(copy)))
+            with pytest.raises(ValueError, match=message): ensure_inputs(cfg)
+        built.clear()
+        ensure_inputs(kind())   # all of them are of one world
+        assert built
 
 
 def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(inputs, 'build', lambda *_, **__: None)
+    monkeypatch.setattr(runs, 'build', lambda *_, **__: None)
     step = shutil.copytree(base/'sft'/'model', tmp_path/'run'/'model-2')
     shutil.copy(base/'sft'/'config.json', step.parent)
     ensure_inputs(ppo.PPOConfig(policy=str(step)))
@@ -104,16 +97,10 @@ def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, mon
         (step.parent/'config.json').write_text(json.dumps(config))
         with pytest.raises(ValueError, match='^reward_model, data: name yours'):
             ensure_inputs(ppo.PPOConfig(policy=str(step)))
-    for path in ('runs/ppo/labels.json', str(inputs.at_root('runs/ppo/labels.json'))):
-        assert inputs._of_embedded_world(path)   # a file beside runs, however it is named
+    for path in ('runs/ppo/labels.json', str(runs.at_root('runs/ppo/labels.json'))):
+        assert runs._of_embedded_world(path)   # a file beside runs, however it is named
     none = dict.fromkeys(('split', 'val_split', 'eval_split'), '') | dict(reward_model=LONGEST)
     ensure_inputs(ppo.PPOConfig(policy=str(step), **none))   # nothing else is read
-
-
-def test_memory_is_in_billions_of_bytes(monkeypatch):
-    monkeypatch.setattr(runs.resource, 'getrusage', lambda _: SimpleNamespace(ru_maxrss=10**6))
-    monkeypatch.setattr(runs.sys, 'platform', 'linux')
-    assert runs._peak_memory()['peak_memory_gb'] == 1.024
 
 
 def test_too_little_training_is_said(base, tmp_path, capsys):
@@ -312,7 +299,7 @@ def test_a_finished_run_on_a_disk_that_cannot_be_written_is_read(base, run_of_sf
     with monkeypatch.context() as m:
         m.setattr(os, 'access', lambda path, mode, **_: mode != os.W_OK)
         for name in ('mkdir', 'rename', 'replace', 'unlink'): m.setattr(os, name, only_read)
-        assert again().answered
+        assert again().done
         for other in (dict(seed=1), dict(eval_instances=5)):
             with pytest.raises(OSError, match='cannot write there'): again(**other)
     assert sorted(p.name for p in folder.parent.iterdir()) == ['sft']
@@ -364,12 +351,6 @@ def turn_a_bit(path):
     path.write_bytes(raw)
 
 
-READERS = dict(model=('sft/model/model.safetensors', 'reward_model', {}),
-               labels=('annotators/preferences.json', 'reward_model', {}),
-               data=('world/sft.json', 'sft', {}),
-               answers=('samples/candidates.json', 'annotators', {}))
-
-
 @pytest.fixture(scope='module')
 def copied(base, tmp_path_factory):
     "Runs that may be spoiled."
@@ -378,13 +359,12 @@ def copied(base, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize('kind', READERS)
-def test_a_turned_bit_of_a_finished_run_is_refused_by_who_reads_it(copied, tmp_path, kind):
-    name, notebook, more = READERS[kind]
+def test_a_turned_bit_of_a_model_is_refused_by_who_reads_it(copied, tmp_path):
+    name = 'sft/model/model.safetensors'
     was, summary = (copied/name).read_bytes(), copied/name.split('/')[0]/'summary.json'
     kept = summary.read_text()
     turn_a_bit(copied/name)
-    refused(notebook, copied, tmp_path, ValueError, f'{name} is damaged.* restore it', **more)
+    refused('reward_model', copied, tmp_path, ValueError, f'{name} is damaged')
     figures = read_summary(summary.parent)
     assert 'files' not in figures
     summary.write_text(json.dumps(figures))   # of a run that was made before
@@ -394,24 +374,22 @@ def test_a_turned_bit_of_a_finished_run_is_refused_by_who_reads_it(copied, tmp_p
     content_hash(str(copied/name))
 
 
-def test_every_file_of_a_run_has_its_hash(base, run_of_sft):
-    "Also when it was answered again; the log, which a farm reads, is one of them."
+def test_other_answers_are_another_run(run_of_sft, capsys):
+    "What is said names the command that answers with the policy that is there."
     folder, again = run_of_sft
-    def check():
-        kept = read_json(folder/'summary.json')['files']
-        assert kept == written_hashes(folder)
-        assert {'log.jsonl', 'outputs.json', 'model/model.safetensors'} <= {*kept}
-        content_hash(str(folder), again=True)
-    check()
-    outputs = (folder/'outputs.json').read_bytes()
-    assert again(eval_instances=5).done
-    assert (folder/'outputs.json').read_bytes() != outputs
-    check()
-    turn_a_bit(folder/'log.jsonl')
-    with pytest.raises(ValueError, match='log.jsonl is damaged'): content_hash(str(folder))
-    turn_a_bit(folder/'log.jsonl')
-    turn_a_bit(folder/'model'/'model.safetensors')
-    with pytest.raises(ValueError, match='model.safetensors is damaged'): again(eval_instances=6)
+    again(eval_instances=5)
+    assert 'best_of_n -p n 1' in capsys.readouterr().out
+    assert read_summary(folder.with_name('sft~1')) and again(eval_instances=5).done
+
+
+def test_a_run_of_an_earlier_version_is_told_and_set_aside(run_of_sft, capsys):
+    folder, again = run_of_sft
+    old = read_json(folder/'config.json')
+    del old['digest'], old['left_open']
+    files.write_json(folder/'config.json', old | dict(fingerprint='', versions={}))
+    again()
+    assert 'an earlier version' in capsys.readouterr().out
+    assert read_json(folder.with_name('sft~1')/'config.json')['fingerprint'] == ''
 
 
 def test_a_digit_of_settings_or_figures_is_seen_by_who_reads_it(base, run_of_sft):
@@ -433,31 +411,29 @@ def test_a_digit_of_settings_or_figures_is_seen_by_who_reads_it(base, run_of_sft
         (folder/name).write_text(json.dumps(old | dict(seconds=7)))
         assert reader(folder)['seconds'] == 7
         (folder/name).write_text(text)
-    assert again().answered
+    assert again().done
 
 
 def test_a_damaged_run_says_so_when_it_is_started_again(run_of_sft):
     "A file that is gone too, unless it is a checkpoint, which one deletes for its space."
     folder, again = run_of_sft
     (folder/'model-3').mkdir()
-    for name in ('model/model.safetensors', 'outputs.json', 'log.jsonl'):
-        was = (folder/name).read_bytes()
-        for harm in (turn_a_bit, Path.unlink):
-            harm(folder/name)
-            with pytest.raises(ValueError, match=f'{name} is damaged.*delete .*sft and make it'):
-                again()
-            (folder/name).write_bytes(was)
+    name = 'model/model.safetensors'
+    was = (folder/name).read_bytes()
+    for harm in (turn_a_bit, Path.unlink):
+        harm(folder/name)
+        with pytest.raises(ValueError, match=name): again()
+        (folder/name).write_bytes(was)
     kept = read_json(folder/'summary.json')
     gone = kept['files'] | {'model-3/model.safetensors': 'abc'}
     files.write_json(folder/'summary.json', signed(kept | dict(files=gone)))
-    assert again().answered
+    assert again().done
 
 
 def test_a_notebook_is_read_once_for_all_its_runs(base, monkeypatch):
-    read, real = [], identity._notebook_statements
-    monkeypatch.setattr(identity, '_notebook_statements',
-                        lambda cells: read.append(cells[0]) or real(cells))
-    for _ in range(3): assert inputs.is_fresh(base/'reward_model')
+    read, real = [], runs._executed
+    monkeypatch.setattr(runs, '_executed', lambda cells: read.append(cells[0]) or real(cells))
+    for _ in range(3): assert runs.is_fresh(base/'reward_model')
     assert len(read) == len({*read}) <= 5, 'its own, and those of the runs that it was made from'
 
 
@@ -473,18 +449,20 @@ def test_a_bit_that_turned_on_the_disk_is_seen_when_a_run_is_made(tmp_path, monk
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     run, memory = tmp_path/'run', tmp_path/'cache'/'alpaca_farm'/'hashes.json'
     files.write_json(run/'config.json', dict(notebook='toy', fingerprint='', inputs={}))
-    (run/'weights').write_bytes(bytes(2**21))
-    files.write_json(run/'summary.json', dict(files=written_hashes(run)))
-    turn_a_bit(run/'weights')
-    stat, (name, known) = (run/'weights').stat(), *read_json(memory).items()
+    weights = run/'model'/'model.safetensors'
+    weights.parent.mkdir()
+    weights.write_bytes(bytes(2**21))
+    files.write_json(run/'summary.json', dict(files=runs._hash_weights(run)))
+    turn_a_bit(weights)
+    stat, (name, known) = weights.stat(), *read_json(memory).items()
     files.write_json(memory, {name: [*known[:1], stat.st_mtime_ns, stat.st_ctime_ns, known[3]]})
-    content_hash(str(run/'weights'))
-    with pytest.raises(ValueError, match='weights is damaged'):
-        content_hash(str(run/'weights'), again=True)
+    content_hash(str(weights))
+    with pytest.raises(ValueError, match='model.safetensors'):
+        content_hash(str(weights), again=True)
     files.write_json(memory, {name: [*known[:1], stat.st_mtime_ns, stat.st_ctime_ns, known[3]]})
-    cfg = ppo.PPOConfig(out=str(tmp_path/'out'), policy=str(run/'weights'), data=str(run/'weights'),
-                        reward_model=str(run/'weights'))
-    with pytest.raises(ValueError, match='weights is damaged'): runs.start(cfg, ppo.train)
+    cfg = ppo.PPOConfig(out=str(tmp_path/'out'), policy=str(weights), data=str(weights),
+                        reward_model=str(weights))
+    with pytest.raises(ValueError, match='model.safetensors'): runs.start(cfg, ppo.train)
 
 
 @pytest.mark.parametrize('what', ['log.jsonl', ''])
@@ -527,11 +505,9 @@ def test_who_takes_the_place_of_a_run_is_told_before_any_work(run_of_sft, monkey
         m.setattr(runs, 'ensure_inputs', stop)
         with pytest.raises(InterruptedError): again(learning_rate=.02)
         said = capsys.readouterr().out.strip()
-        with pytest.raises(InterruptedError): again(eval_instances=5)   # stays where it is
-        assert capsys.readouterr().out == ''
     assert len(said.splitlines()) == 1
     for part in (f'{folder} holds a run made with learning_rate = 0.01', 'kept as sft~1',
-                 f'-p out {folder}_learning_rate0.02 '): assert part in said
+                 f'-p out {folder}_2 '): assert part in said
     ends, terminal = os.pipe()   # of a kernel whose output papermill does not show
     with monkeypatch.context() as m:
         m.setattr(sys.stderr, '_original_stdstream_copy', terminal, raising=False)
@@ -544,9 +520,11 @@ def test_who_takes_the_place_of_a_run_is_told_before_any_work(run_of_sft, monkey
 
 def test_a_default_that_a_user_has_made_is_named(base, tmp_path, monkeypatch, capsys):
     "A board of runs/dpo and runs/ppo reads what lies there, and says with which settings."
-    monkeypatch.setattr(inputs, 'is_fresh', lambda path: True)
-    config = lambda path: dict(given=dict(kl_coef=.02) if path == 'runs/ppo' else {})
-    monkeypatch.setattr(inputs, 'run_config', config)
+    monkeypatch.setattr(runs, 'is_fresh', lambda path: True)
+    def config(path):
+        given = dict(kl_coef=.02) if path == 'runs/ppo' else {}
+        return dict(given=given, notebook='world', inputs={})
+    monkeypatch.setattr(runs, 'run_config', config)
     ensure_inputs(CompareConfig())
     assert capsys.readouterr().out == 'folders = runs/ppo was made with kl_coef = 0.02\n'
 
@@ -563,10 +541,11 @@ def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
     assert len(failed) == 1 and f'{folder} was made with other settings: it is kept as sft~1' in \
         capsys.readouterr().out
     with monkeypatch.context() as m:
-        m.setattr(jobs, 'is_fresh', lambda *_: content_hash(str(folder/'log.jsonl')) == '')
-        turn_a_bit(folder/'log.jsonl')
+        weights = folder/'model'/'model.safetensors'
+        m.setattr(jobs, 'is_fresh', lambda *_: content_hash(str(weights)) == '')
+        turn_a_bit(weights)
         failed, = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place='toys')
-    assert 'log.jsonl is damaged' in failed
+    assert 'model.safetensors is damaged' in failed
 
 
 def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
@@ -728,7 +707,6 @@ def test_no_file_of_a_checkpoint_leads_to_a_pickle(base, tmp_path, monkeypatch, 
     with pytest.raises(ValueError, match=rf'{folder}: its weights are in \w+\.bin, and only') as e:
         tiny.run('sft', base, tmp_path/'out', policy=str(folder))
     assert '\n' not in str(e.value) and not marker.exists()
-    monkeypatch.setattr(loading, 'ask_hub', str)
     monkeypatch.setattr(loading, 'hub_snapshot', lambda name: str(folder))
     with pytest.raises(ValueError, match=rf'{folder}: its weights are in'):   # of the hub
         loading.load_model(AutoModelForCausalLM, 'org/it', None)

@@ -8,8 +8,8 @@ import alpaca_farm.core.model.models as core_models
 import alpaca_farm.core.model.packing as core_packing
 from alpaca_farm.core.model.policy import checkpoint_layers
 from alpaca_farm.core.model.models import before, hidden_states, sequence_logprobs
-from alpaca_farm.core.model.packing import (attention_window, pack, packed_states, position_wise,
-    reads_packed)
+from alpaca_farm.core.model.packing import attention_window, pack, packed_states, position_wise
+from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.data.text import collate, rollout_batch
 from tiny import alone, ANSWERS, PROMPTS, TREE
 

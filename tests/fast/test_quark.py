@@ -12,8 +12,8 @@ from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import load_policy, load_tokenizer, logits_of, logprobs
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, encode_prompts
-from alpaca_farm.quark import (_pool_answers, quantiles, quark_loss, QuarkConfig, response_terms,
-    _add_reward_tokens, token_terms)
+from alpaca_farm.quark import _pool_answers, quantiles, quark_loss, QuarkConfig, response_terms
+from alpaca_farm.quark import _add_reward_tokens, token_terms
 from tiny import randn
 
 torch.set_num_threads(1)

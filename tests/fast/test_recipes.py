@@ -5,7 +5,7 @@ import pytest
 import tiny
 import yaml
 
-from alpaca_farm.core.run.inputs import methods, recipes
+from alpaca_farm.core.run.runs import methods, recipes
 from alpaca_farm.core.run.settings import as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from tiny import config_class as config_of
@@ -112,7 +112,7 @@ def test_the_papers_methods_are_answered_alike():
 
 def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     "The reward model of a judge needs that judge's labels, no default of its notebook."
-    from alpaca_farm.core.run import inputs as build
+    from alpaca_farm.core.run import runs as build
     made = []
     monkeypatch.setattr(build, 'is_fresh', lambda path: str(path) in made)
     monkeypatch.setattr(build, 'at_root', lambda path: tmp_path/path)

@@ -4,8 +4,9 @@ import math
 import numpy as np
 import pytest
 
-from alpaca_farm.boards.regret import (at_random, BY_LABELS, by_corrected, by_halving, by_votes,
-                                       draw_labels, halving_plan, regret_table, regrets, weigh_votes)
+from alpaca_farm.boards.regret import at_random, BY_LABELS, by_corrected, by_halving, by_votes
+from alpaca_farm.boards.regret import draw_labels, halving_plan, regret_table, regrets
+from alpaca_farm.boards.regret import weigh_votes
 
 NAMES = ['sft', 'a', 'b', 'c', 'd']
 

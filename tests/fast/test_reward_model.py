@@ -14,8 +14,8 @@ from alpaca_farm.core.data.preferences import answer_of
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.text import collate, encode_prompts, encode_responses
 from alpaca_farm.core.model.policy import Policy
-from alpaca_farm.core.model.models import (answer_states, hidden_states, load_policy, load_scalar, values,
-    response_logprobs, sequence_scores)
+from alpaca_farm.core.model.models import answer_states, hidden_states, load_policy, load_scalar
+from alpaca_farm.core.model.models import values, response_logprobs, sequence_scores
 from alpaca_farm.core.model.rewards import label_count, reward, score_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, Run

@@ -8,8 +8,8 @@ import torch
 
 import tiny
 from alpaca_farm import rrhf
-from alpaca_farm.core.data.records import (LISTS, merge_candidates, _read_candidates,
-    select_candidates)
+from alpaca_farm.core.data.records import LISTS, merge_candidates, _read_candidates
+from alpaca_farm.core.data.records import select_candidates
 from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.model.models import load_policy, logprobs
 from alpaca_farm.core.run.files import read_json

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
-from alpaca_farm.core.run import files
+from alpaca_farm.core.run import paths
 from alpaca_farm.core.run.settings import field_comments, from_args, no_secrets, TrainConfig
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'ppo', 'rrhf')
@@ -216,35 +216,29 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatch):
-    assert files.at_root('runs/ppo') == elsewhere/'runs'/'ppo'
-    assert files.notebooks_folder() == tiny.ROOT/'nbs'
+    assert paths.at_root('runs/ppo') == elsewhere/'runs'/'ppo'
+    assert paths.notebooks_folder() == tiny.ROOT/'nbs'
     monkeypatch.chdir(elsewhere/'data')
-    assert files.at_root('x') == elsewhere/'data'/'x'
+    assert paths.at_root('x') == elsewhere/'data'/'x'
     monkeypatch.chdir(tiny.ROOT/'nbs'/'core')
-    assert files.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
+    assert paths.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
 
 
-def test_a_mistyped_path_names_its_neighbour_and_the_hub(elsewhere, monkeypatch):
-    import huggingface_hub
+def test_a_mistyped_path_is_named(elsewhere):
+    "At once, or when it is read where it could be a name on the hub."
     from alpaca_farm.core.data.records import load_records
-    from alpaca_farm.core.model.models import model_path
+    from alpaca_farm.core.model.loading import model_config
     from alpaca_farm.sft import SFTConfig
-    for call in (lambda: SFTConfig(data='rnus/world'), lambda: load_records('rnus/world', 'eval'),
-                 lambda: model_path('rnus/world')):
-        with pytest.raises((FileNotFoundError, ValueError)) as e: call()
-        assert 'did you mean runs/world?' in str(e.value) and 'hub' in str(e.value)
-        assert str(elsewhere) in str(e.value)
-    with pytest.raises(FileNotFoundError, match='under [^,]*$'): SFTConfig(data='runs/wrold/x')
-    # with nothing near, the hub is asked when the data are loaded
+    for call in (lambda: load_records('rnus/world', 'eval'), lambda: model_config('rnus/world'),
+                 lambda: SFTConfig(data='rnus/world/x')):
+        with pytest.raises((FileNotFoundError, ValueError), match='rnus/world'): call()
     assert SFTConfig(data='tatsu-lab/alpaca_farm').data == 'tatsu-lab/alpaca_farm'
-    monkeypatch.setattr(huggingface_hub.HfApi, 'repo_info', lambda *_, **__: None)   # it is there
-    assert SFTConfig(policy='rnus/world').policy == 'rnus/world'
 
 
 def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, monkeypatch):
     "A fresh checkout: the world alone would take minutes."
     from alpaca_farm import dpo, ppo
-    from alpaca_farm.core.run import inputs as build
+    from alpaca_farm.core.run import runs as build
     built, data = [], str(base/'world')
     monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
     (elsewhere/'half').mkdir()
@@ -279,7 +273,7 @@ WAYS = dict(python=lambda cls, given: cls(**given), command=by_command, papermil
 def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkeypatch, way):
     "Beside a model from elsewhere, whose run would not take the embedded world by itself."
     from alpaca_farm.best_of_n import BestOfNConfig
-    from alpaca_farm.core.run import inputs as build
+    from alpaca_farm.core.run import runs as build
     from alpaca_farm.dpo import DPOConfig
     shutil.copytree(base/'sft'/'model', elsewhere/'mine')
     monkeypatch.setattr(build, 'build', lambda *_, **__: None)
@@ -288,7 +282,7 @@ def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkey
         build.ensure_inputs(way(DPOConfig, given))
     build.ensure_inputs(way(DPOConfig, given | dict(data='runs/world')))
     given = dict(policy='mine', data=str(base/'world'))
-    with pytest.raises(ValueError, match='^reward_model: name yours, none as "", or'):
+    with pytest.raises(ValueError, match='^reward_model: name yours'):
         build.ensure_inputs(way(BestOfNConfig, given))
     build.ensure_inputs(way(BestOfNConfig, given | dict(reward_model='')))
 
@@ -318,17 +312,17 @@ def test_what_a_users_module_needs_is_named(elsewhere):
 
 def test_a_rebuilt_run_is_not_tracked_again_and_git_need_not_be_there(monkeypatch):
     from alpaca_farm import sft
-    from alpaca_farm.core.run import identity as fingerprint
+    from alpaca_farm.core.run import runs
     def missing(*_, **__): raise FileNotFoundError(2, 'No such file or directory', 'git')
-    monkeypatch.setattr(fingerprint.subprocess, 'run', missing)
+    monkeypatch.setattr(runs.subprocess, 'run', missing)
     cfg = sft.SFTConfig(out='runs/a', tracker='tensorboard', epochs=2)
-    described = fingerprint.describe_run(cfg, sft.train)
+    described = runs.describe_run(cfg, sft.train)
     assert described['given'] == dict(epochs=2) and described['commit'] == ''
 
 
 def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch):
     import huggingface_hub
-    from alpaca_farm.core.run.identity import content_hash
+    from alpaca_farm.core.run.runs import content_hash
     from alpaca_farm.core.model.models import load_policy
     from alpaca_farm.sft import SFTConfig
     cache, commit = elsewhere/'cache'/'models--ann--policy', '9f'*20
@@ -341,11 +335,9 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
         policy = load_policy(cfg.policy, cfg)
         tokenizer = policy.tokenizer
         assert len(tokenizer) <= policy.model.get_input_embeddings().weight.shape[0]
-        assert files.ask_hub(spec) == spec
-        assert files.hub_snapshot(spec) == str(cache/'snapshots'/commit)
+        assert paths.hub_snapshot(spec) == str(cache/'snapshots'/commit)
     assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')
     with pytest.raises(FileNotFoundError, match="revision 'v2'"): load_policy('ann/policy@v2', cfg)
-    with pytest.raises(FileNotFoundError, match='not be asked'): files.ask_hub('ann/policy@v2')
 
 
 @pytest.fixture(scope='session')
@@ -370,8 +362,8 @@ def test_the_wheel_works_without_a_checkout(installed, tmp_path):
     code = '''
 from pathlib import Path
 from alpaca_farm.core.ask.judge_configs import judge_config_file
-from alpaca_farm.core.run.inputs import recipe
-from alpaca_farm.core.run.files import at_root, notebook_path, notebooks_folder
+from alpaca_farm.core.run.paths import at_root, notebook_path, notebooks_folder
+from alpaca_farm.core.run.runs import recipe
 from alpaca_farm.farm import FarmConfig
 assert notebooks_folder() == Path(SITE)/'alpaca_farm'/'nbs', notebooks_folder()
 assert recipe('runs/sft') == ('sft', {}) and FarmConfig(size='quick')

@@ -24,8 +24,9 @@ from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.model.models import load_policy, load_scalar, load_tokenizer
 from alpaca_farm.core.model.rewards import score_records
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.data.text import (build_prompt, check_positions, decode, encode, encode_prompts,
-    encode_responses, end_token, end_tokens, set_template_arguments)
+from alpaca_farm.core.data.text import build_prompt, check_positions, decode, encode
+from alpaca_farm.core.data.text import encode_prompts, encode_responses, end_token, end_tokens
+from alpaca_farm.core.data.text import set_template_arguments
 from alpaca_farm.core.run.settings import Config
 from alpaca_farm.judging.judges import load_evaluators, LocalJudge
 from alpaca_farm.rrhf import _candidate_tokens

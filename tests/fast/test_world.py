@@ -12,11 +12,11 @@ from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree, variance
 from alpaca_farm.worlds.embedded import crowd
-from alpaca_farm.worlds.embedded.authors import (
-    Author, common_mistake, contested, details, EXPERT, sayings)
+from alpaca_farm.worlds.embedded.authors import Author, common_mistake, contested, details, EXPERT
+from alpaca_farm.worlds.embedded.authors import sayings
 from alpaca_farm.worlds.embedded.criteria import COLUMNS, marks, QUALITY, utility
-from alpaca_farm.worlds.embedded.grammar import (AFTER, KINDS, parse, render, request_of,
-                                          sample_request)
+from alpaca_farm.worlds.embedded.grammar import AFTER, KINDS, parse, render, request_of
+from alpaca_farm.worlds.embedded.grammar import sample_request
 from alpaca_farm.worlds.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
 from alpaca_farm.worlds.embedded.prose import describe, talk
 from alpaca_farm.worlds.folder import read_judge, read_world

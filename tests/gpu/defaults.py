@@ -20,9 +20,8 @@ from alpaca_farm.boards.judged import answers_to, read_answers
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.core.run.files import write_json
-from alpaca_farm.core.run.identity import run_config
 from alpaca_farm.core.run.jobs import Job, run_jobs
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.run.runs import read_summary, run_config
 from alpaca_farm.core.run.settings import HardwareConfig
 
 OUT = 'runs/defaults'

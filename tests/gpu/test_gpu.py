@@ -8,7 +8,7 @@ from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.execution import run_job, start_process
-from alpaca_farm.core.run.files import notebooks_folder
+from alpaca_farm.core.run.paths import notebooks_folder
 from alpaca_farm.core.run.runs import read_log, read_summary
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='there is no GPU')

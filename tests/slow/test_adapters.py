@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from alpaca_farm import ppo, reward_model, sft
-from alpaca_farm.core.model.policy import (add_adapter, base_of, lora_config, merge, own_weights,
-                                             Policy)
+from alpaca_farm.core.model.policy import add_adapter, base_of, lora_config, merge, own_weights
+from alpaca_farm.core.model.policy import Policy
 from alpaca_farm.core.model.loading import load_model
-from alpaca_farm.core.model.models import (hidden_states, load_policy, load_reference, load_scalar,
-    logprobs, sequence_logprobs)
+from alpaca_farm.core.model.models import hidden_states, load_policy, load_reference, load_scalar
+from alpaca_farm.core.model.models import logprobs, sequence_logprobs
 from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.settings import HardwareConfig as config_of
@@ -290,7 +290,7 @@ def test_an_adapters_folder_as_peft_writes_it_is_told_what_it_lacks(elsewhere):
 
 WRITE = """
 import sys, torch, tiny
-from alpaca_farm.core.model.policy import add_adapter, lora_config, save_adapter
+from alpaca_farm.core.model.policy import save_adapter
 from alpaca_farm.core.run.settings import HardwareConfig
 policy = add_adapter(tiny.policy('llama'), 'policy', lora_config(HardwareConfig(lora_rank=3)))
 save_adapter(policy, sys.argv[1])

@@ -126,7 +126,6 @@ def test_two_processes_that_ask_the_same_pay_once(tmp_path, killed):
 def test_processes_that_make_a_store_at_the_same_time_wait_for_each_other(tmp_path):
     code = """
 import sys, time
-from alpaca_farm.core.ask.store import Store
 for i in range(60):
     while time.time() < float(sys.argv[2]) + .05*i: pass   # all at the same time
     Store(f'{sys.argv[1]}/{i}.sqlite')
@@ -332,7 +331,7 @@ def test_a_good_answer_in_bad_json_is_used_and_paid_for_once(tmp_path, server, f
 def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path, number):
     "A run that this one needs, in a process of its own, which may outlive this one for that."
     code = """
-import sys; from alpaca_farm.core.run.inputs import build
+import sys; from alpaca_farm.core.run.runs import build
 build('annotators', **eval(sys.argv[1]))
 """
     with judge_server(hold=1) as server:

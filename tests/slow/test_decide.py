@@ -11,8 +11,7 @@ import tiny
 from alpaca_farm import decide
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.run.inputs import recipes
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.run.runs import read_summary, recipes
 from alpaca_farm.decide import DecideConfig
 from alpaca_farm.worlds.folder import World
 

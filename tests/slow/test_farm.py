@@ -15,12 +15,11 @@ import tiny
 from alpaca_farm import farm, world
 from alpaca_farm.annotators import AnnotatorsConfig
 from alpaca_farm.judging.judges import load_annotators
-from alpaca_farm.boards.simulation import (
-    _correlations, _method_differences, method_groups, _separation, _simulation_table)
+from alpaca_farm.boards.simulation import _correlations, _method_differences, method_groups
+from alpaca_farm.boards.simulation import _separation, _simulation_table
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run import jobs, progress, runs
-from alpaca_farm.core.run.inputs import methods
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import methods, read_log, read_summary
 from alpaca_farm.core.stats import spearman
 from alpaca_farm.farm import farm_jobs, FarmConfig, population, RUNS
 from alpaca_farm.worlds.folder import World

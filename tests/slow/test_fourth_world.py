@@ -10,8 +10,7 @@ import pytest
 import tiny
 from alpaca_farm import farm
 from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.run.inputs import methods
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.run.runs import methods, read_summary
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.worlds.folder import read_world
 

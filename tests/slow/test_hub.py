@@ -12,7 +12,7 @@ import pytest
 import hub_server
 from judge_server import serve
 import tiny
-from alpaca_farm.core.run.identity import content_hash
+from alpaca_farm.core.run.runs import content_hash
 from alpaca_farm.sft import SFTConfig
 
 PAIR = dict(instruction='Name one.', input='', output_1='A.', output_2='B.', preference=2)

@@ -13,12 +13,12 @@ import pytest
 import tiny
 from alpaca_farm import farm
 from alpaca_farm.boards.farm_board import short_board
-from alpaca_farm.core.run.inputs import methods
-from alpaca_farm.core.run.files import notebook_path, read_json
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.paths import notebook_path
 from alpaca_farm.core.run import execution
 from alpaca_farm.core.run.execution import is_needed
 from alpaca_farm.core.run.jobs import Job, run_jobs
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import methods, read_log, read_summary
 
 NBS = tiny.ROOT/'nbs'
 RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb'))

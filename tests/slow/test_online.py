@@ -172,35 +172,6 @@ def test_a_board_says_that_its_rows_are_answered_differently(base, answered, tmp
                             reference='temperature 1.0, top-p 1.0')
 
 
-@pytest.mark.parametrize('notebook', ['sft', 'rrhf', 'quark', 'binary_feedback'])
-def test_a_finished_run_is_answered_again_without_training(base, tmp_path, notebook, monkeypatch):
-    "As by a run that had these settings of answers from the beginning; or not at all."
-    from alpaca_farm.core.training import Trainer
-    more = dict(best_quantile_only=False, steps=2) if notebook == 'quark' else {}
-    def train(name, **settings):
-        return tiny.run(notebook, base, tmp_path/name/'run', **more | settings).folder
-    other = dict(eval_instances=7)
-    if notebook != 'binary_feedback': other['eval_temperature'] = .5
-    fresh, folder = train('fresh', **other), train('again')
-    weights, log = ((folder/n).read_bytes() for n in ('model/model.safetensors', 'log.jsonl'))
-    monkeypatch.setattr(Trainer, 'update', lambda *_: pytest.fail('trained again'))
-    assert train('again', **other) == folder
-    assert (folder/'outputs.json').read_bytes() == (fresh/'outputs.json').read_bytes()
-    ours, theirs = read_summary(folder), read_summary(fresh)
-    assert set(ours) == set(theirs)
-    assert all(ours[k] == pytest.approx(v, abs=1e-5, nan_ok=True) for k, v in theirs.items()
-               if 'seconds' not in k and 'memory' not in k)
-    written = (folder/'outputs.json').stat().st_mtime_ns
-    train('again', **other)
-    assert (folder/'outputs.json').stat().st_mtime_ns == written
-    train('again', eval_split='')
-    assert not (folder/'outputs.json').exists()
-    assert not {'length', 'ended'} & set(read_summary(folder))
-    assert weights == (folder/'model/model.safetensors').read_bytes()
-    assert log == (folder/'log.jsonl').read_bytes()
-    assert [p.name for p in folder.parent.iterdir() if '~' in p.name] == []
-
-
 def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypatch):
     "Killed between a chunk's lines and its checkpoint: the same candidates as without."
     from alpaca_farm.core import answers

@@ -12,7 +12,8 @@ import pytest
 import tiny
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run import execution
-from alpaca_farm.core.run.files import notebook_path, read_json, write_json
+from alpaca_farm.core.run.files import read_json, write_json
+from alpaca_farm.core.run.paths import notebook_path
 from alpaca_farm.core.run.runs import read_summary
 
 README = (tiny.ROOT/'README.md').read_text()

@@ -16,8 +16,7 @@ import pytest
 import tiny
 from alpaca_farm import sft
 from alpaca_farm.core.run import runs
-from alpaca_farm.core.run.identity import content_hash
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import content_hash, read_log, read_summary
 from tiny import run as train
 
 # settings with many steps, and the range from which the step of the kill is chosen
@@ -213,7 +212,7 @@ def toy(folder, name, source):
 
 
 HASHES = """
-from alpaca_farm.core.run.identity import notebook_hash
+from alpaca_farm.core.run.runs import notebook_hash
 print(*(notebook_hash(name) for name in ('dpo', 'ppo', 'world')))
 """
 
@@ -269,8 +268,6 @@ def test_one_writer_at_a_time(tmp_path):
 
 WRITER = '''
 import importlib.util, sys
-from alpaca_farm.core.run import runs
-from alpaca_farm.core.run.identity import content_hash
 sys.path.insert(0, sys.argv[1])
 import toy_d
 runs._lock.__defaults__ = .3,   # seconds of patience
@@ -399,11 +396,15 @@ def judge(pairs): return [1. for _ in pairs]""",
 
 
 def test_a_judges_configuration_is_known_by_its_content(tmp_path):
+    from alpaca_farm.annotators import AnnotatorsConfig
     shutil.copytree(tiny.ROOT/'nbs'/'recipes'/'judges'/'structured', tmp_path/'structured')
     folder = tmp_path/'structured'
-    def marks(): return [content_hash(str(p)) for p in (folder, folder/'configs.yaml')]
-    assert content_hash('structured') == marks()[0]
+    def mark(spec):
+        cfg = AnnotatorsConfig(annotators=str(spec))
+        return [content_hash(source) for source in runs._sources(cfg, 'annotators')]
+    def marks(): return mark(folder)
+    assert mark('structured') == marks() != mark('open_pool')
     for name in ('prompt.txt', 'configs.yaml'):
         before = marks()
         (folder/name).write_text((folder/name).read_text() + '\n# more')
-        assert not {*before} & {*marks()}
+        assert before != marks()

@@ -21,7 +21,8 @@ from filelock import AsyncFileLock, Timeout
 from .judge_configs import JudgedConfig, parse_decoding
 from .store import endpoint_name, limit_reached, request_key, Store
 from ..data.shown import request_text
-from ..run.files import at_root, json_text, notebooks_folder, read_yaml
+from ..run.files import json_text, read_yaml
+from ..run.paths import at_root, notebooks_folder
 from ..run.progress import duration, Progress
 from ..run.settings import Amount, Config, Scale
 

@@ -15,10 +15,11 @@ from functools import cache
 from math import isfinite, isnan
 from typing import Callable, NamedTuple
 
-from .dialogues import (as_messages, as_turn, full_instruction, naming,
-    parse_dialogue, prompt_messages, prompt_text, SYSTEM, TURN, turns_text, without_space)
+from .dialogues import as_messages, as_turn, full_instruction, naming
+from .dialogues import parse_dialogue, prompt_messages, prompt_text, SYSTEM
+from .dialogues import TURN, turns_text, without_space
 from .preferences import ENDED, hash_uniform, is_preference, read_preference
-from ..run.files import root
+from ..run.paths import root
 
 # %% ../../../nbs/core/data/formats.ipynb #4c74fe3f
 FIELDS = dict(instruction={}, output=dict(output=str),

@@ -19,8 +19,8 @@ from numbers import Real
 
 import numpy as np
 
-from alpaca_farm.core.data.dialogues import (bare_prompt, prompt_key, prompt_messages, prompt_text,
-    TURN, with_instruction)
+from .dialogues import bare_prompt, prompt_key, prompt_messages, prompt_text
+from .dialogues import TURN, with_instruction
 
 # %% ../../../nbs/core/data/preferences.ipynb #2793161c
 def is_preference(value) -> bool:

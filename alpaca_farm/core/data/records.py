@@ -17,13 +17,16 @@ from pathlib import Path
 import numpy as np
 from psutil import virtual_memory
 
-from .dialogues import (as_messages, check_messages, EMPTY_CELLS, naming,
-    NOT_SHOWN, prompt_key, prompt_messages, prompt_text, with_system)
-from .formats import (ANNOTATOR_FIELDS, as_records, check_whole, FIELDS,
-    finite_number, known_formats, notice, OWN_FIELDS, parse_columns, SAY_CODE)
-from .preferences import answer_of, ENDED, is_preference, pair_identity, plain_lines
+from .dialogues import as_messages, check_messages, EMPTY_CELLS, naming
+from .dialogues import NOT_SHOWN, prompt_key, prompt_messages, prompt_text
+from .dialogues import with_system
+from .formats import ANNOTATOR_FIELDS, as_records, check_whole, FIELDS
+from .formats import finite_number, known_formats, notice, OWN_FIELDS
+from .formats import parse_columns, SAY_CODE
+from .preferences import answer_of, ENDED, is_preference, pair_identity
+from .preferences import plain_lines
 from .shown import describe_columns
-from ..run.files import at_root, looks_like_hub, missing_path
+from ..run.paths import at_root, looks_like_hub, missing_path
 from ..run.settings import as_list
 
 # %% ../../../nbs/core/data/records.ipynb #aab747f0

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from .dialogues import (as_messages, dialogue_text, full_instruction, NEXT_TURN,
-    prompt_messages, prompt_text, with_space, without_space, without_thoughts)
+from .dialogues import as_messages, dialogue_text, full_instruction
+from .dialogues import NEXT_TURN, prompt_messages, prompt_text, with_space
+from .dialogues import without_space, without_thoughts
 
 # %% ../../../nbs/core/data/text.ipynb #831531b5
 def alpaca_prompt(record: dict) -> str:

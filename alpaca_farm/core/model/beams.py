@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from alpaca_farm.core.model.generation import (check_sampling, evaluation_mode, NOT_FINITE, Sample,
-    start_decoding)
+from .generation import check_sampling, evaluation_mode, NOT_FINITE, Sample
+from .generation import start_decoding
 from .memory import pass_limits
 from .policy import Policy
 from ..data.text import end_tokens

@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 
 from ..data.text import end_token, set_template_arguments
-from alpaca_farm.core.model.policy import (add_saved, base_of, explain_memory, is_adapter,
-    merge, Policy)
-from ..run.files import (ask_hub, at_root, atomic_folder, cache_folder, file_hash,
-    hub_snapshot, locked, looks_like_hub, open_tensors, read_json)
+from .policy import add_saved, base_of, explain_memory, is_adapter, merge
+from .policy import Policy
+from ..run.paths import at_root, hub_snapshot, looks_like_hub
+from ..run.files import atomic_folder, cache_folder, file_hash, locked, read_json
+from ..run.checkpoints import open_tensors
 from ..run.settings import Config
 
 # %% ../../../nbs/core/model/loading.ipynb #b1e18340
@@ -111,7 +112,7 @@ def model_path(spec: str) -> str:
             raise FileNotFoundError(f'{spec} is an adapter without config.json: copy that and the '
                                     'files of the tokenizer from its base model into the folder')
     if not at_root(spec).exists() and looks_like_hub(spec):
-        return hub_snapshot(spec) if '@' in spec else ask_hub(spec)
+        return hub_snapshot(spec) if '@' in spec else spec
     found = ''.join(f'. Did you mean {p}?' for p in [*at_root(spec).glob('*.gguf')][:1])
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
                             f'or in its folder model/{found}')

@@ -18,15 +18,17 @@ import torch.nn.functional as F
 
 from ..data.text import answer_batches, collate, end_tokens
 from ..functional import head_logits, selected_logprobs, widen
-from alpaca_farm.core.model.loading import (device_of, dtype_of, load_model, load_tokenizer,
-    loading_options, model_config, model_path, no_progress_bars, place_model,
-    register_scalar_class)
+from .loading import device_of, dtype_of, load_model, load_tokenizer
+from .loading import loading_options, model_config, model_path
+from .loading import no_progress_bars, place_model, register_scalar_class
 from .memory import pass_limits
-from .packing import (attention_window, computed_at, pack, packed_states,
-    position_wise, reads_packed, trunk_states)
-from .policy import (add_adapter, add_saved, base_mark, base_of,
-    checkpoint_layers, is_adapter, lora_config, Policy, save_adapter, TokenRows)
-from ..run.files import at_root, atomic_folder, read_json, remove, root, write_json
+from .packing import attention_window, computed_at, pack, packed_states
+from .packing import position_wise, reads_packed, trunk_states
+from .policy import add_adapter, add_saved, base_mark, base_of
+from .policy import checkpoint_layers, is_adapter, lora_config, Policy
+from .policy import save_adapter, TokenRows
+from ..run.paths import at_root, root
+from ..run.files import atomic_folder, read_json, remove, write_json
 from ..run.processes import in_parts, written_once
 from ..run.progress import passes, tell
 from ..run.settings import Config

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..run.files import (at_root, atomic_write, digest, file_hash,
-    looks_like_hub, open_tensors, read_json, write_json)
+from ..run.checkpoints import open_tensors
+from ..run.files import atomic_write, digest, file_hash, read_json, write_json
+from ..run.paths import at_root, looks_like_hub
 from ..run.settings import HardwareConfig
 
 # %% ../../../nbs/core/model/policy.ipynb #ada00008

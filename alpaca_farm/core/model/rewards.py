@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ..data.dialogues import prompt_text
-from alpaca_farm.core.data.text import (answer_batches, check_positions, collate, encode_prompts,
-    encode_responses)
+from ..data.text import answer_batches, check_positions, collate, encode_prompts
+from ..data.text import encode_responses
 from .memory import pass_limits
 from .models import load_scalar, sequence_scores
 from .policy import Policy

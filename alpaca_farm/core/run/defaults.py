@@ -11,7 +11,9 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from .files import at_root, looks_like_hub, open_tensors, read_json
+from .checkpoints import open_tensors
+from .files import read_json
+from .paths import at_root, looks_like_hub
 
 # %% ../../../nbs/core/run/defaults.ipynb #de500006
 def _weight_files(spec: str) -> list[Path]:
@@ -28,7 +30,7 @@ def _weight_files(spec: str) -> list[Path]:
         if found := [*folder.glob('*.safetensors')]: return found
     return []
 
-
+# %% ../../../nbs/core/run/defaults.ipynb #a4a1f52a
 @cache
 def _count_gguf(
     file: Path,
@@ -40,7 +42,7 @@ def _count_gguf(
     try: return sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
     except Exception: return 0.   # of many kinds, for a damaged file; who loads it refuses it
 
-
+# %% ../../../nbs/core/run/defaults.ipynb #fb6368a8
 def count_weights(spec: str) -> float:
     "Count a model's weights by the headers of its files; 0 if it is not on this machine."
     n = 0
@@ -52,7 +54,7 @@ def count_weights(spec: str) -> float:
             for name in f.keys(): n += math.prod(f.get_slice(name).get_shape())
     return n
 
-
+# %% ../../../nbs/core/run/defaults.ipynb #c0257e2b
 def default_of(
     name: str,           # the setting
     toy, large,          # its values, of `by_size`

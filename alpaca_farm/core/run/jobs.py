@@ -15,12 +15,14 @@ from functools import cache
 from pathlib import Path
 
 from .execution import ending_processes, start_process
-from .files import at_root, notebook_path, read_json
-from .identity import run_config
-from .inputs import is_fresh, recipe, start_notebook
+from .paths import at_root, notebook_path
+from .files import read_json
+from .runs import run_config
+from .runs import is_fresh, recipe, start_notebook
 from .progress import duration, Progress, tell
 from .runs import free_name, read_log, read_summary
 from .settings import as_list, refuse_unknown
+
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
 @dataclass

@@ -81,7 +81,9 @@ def once(f, *args):
 def written_once(write):
     "Let the first process run a function that writes files, while the others wait."
     @wraps(write)
-    def wrapped(*args, **kwargs): once(lambda: write(*args, **kwargs) and None)
+    def wrapped(*args, **kwargs):
+        def write_here(): write(*args, **kwargs)   # its value stays here
+        once(write_here)
     return wrapped
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0037

@@ -16,17 +16,18 @@ from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, Len
+from fastcore.basics import patch
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from .defaults import count_weights, default_of
-from alpaca_farm.core.run.files import (ask_hub, at_root, looks_like_hub, missing_path, near_path,
-    read_yaml, root)
+from .files import read_yaml
+from .paths import at_root, looks_like_hub, missing_path, root
 
 # %% ../../../nbs/core/run/settings.ipynb #124e5640
 def _from_json(value):
     return json.loads(value) if isinstance(value, str) else value
 
-
+# %% ../../../nbs/core/run/settings.ipynb #263dd7cb
 Count = Annotated[int, Ge(0)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
 Named = Annotated[str, Len(1)]   # an input that a run cannot do without
@@ -56,7 +57,7 @@ def as_list(value) -> list:
     if isinstance(value, (list, tuple)): return list(value)
     return [value] if value else []
 
-
+# %% ../../../nbs/core/run/settings.ipynb #af21711b
 def _as_written(value, kind):
     "Read a text as the list that its setting is, or may be: one in brackets, or the only element."
     import yaml
@@ -65,7 +66,7 @@ def _as_written(value, kind):
     try: return yaml.safe_load(value)
     except (yaml.YAMLError, RecursionError): return value
 
-
+# %% ../../../nbs/core/run/settings.ipynb #6428afe7
 def as_type(
     name: str,  # the setting
     value,
@@ -131,7 +132,7 @@ def _looks_secret(value) -> bool:
     if isinstance(value, (list, tuple)): return any(map(_looks_secret, value))
     return isinstance(value, str) and bool(_SECRET.search(value))
 
-
+# %% ../../../nbs/core/run/settings.ipynb #01ff920b
 def no_secrets(settings: dict):
     "Refuse a setting that looks like a key or holds a password, also in lists: ValueError."
     for name, value in settings.items():
@@ -152,17 +153,17 @@ def refuse_unknown(
         meant = _meant(name, known) or f'. It has: {", ".join(known)}'
         raise TypeError(f'{name} is not a setting of {owner}{meant}')
 
-
+# %% ../../../nbs/core/run/settings.ipynb #fa0baf6e
 def by_size(toy, large):
     "Make a setting whose default depends on the number of weights (`core.run.defaults`)."
     return field(default=None, metadata=dict(by_size=(toy, large)))
 
-
+# %% ../../../nbs/core/run/settings.ipynb #9b59b9d9
 def sized_defaults(cls) -> dict[str, tuple]:
     "Collect the settings made by `by_size`: their defaults for a toy and for a large model."
     return {f.name: f.metadata['by_size'] for f in fields(cls) if f.metadata}
 
-
+# %% ../../../nbs/core/run/settings.ipynb #28576657
 def _check_device(name: str):
     "ValueError for a device that torch does not know, or for an Apple GPU that is not there."
     import torch
@@ -173,7 +174,7 @@ def _check_device(name: str):
     if kind == 'mps' and not torch.backends.mps.is_available():
         raise ValueError('device = mps: there is no Apple GPU; take cpu')
 
-
+# %% ../../../nbs/core/run/settings.ipynb #d0c9d1a0
 class _Given:
     "Knows as `named` which settings were given, whatever their values."
     def __new__(cls, **given):
@@ -181,7 +182,7 @@ class _Given:
         self.named = {*given}
         return self
 
-
+# %% ../../../nbs/core/run/settings.ipynb #1c239678
 @dataclass
 class Config(_Given):
     "Settings that every run has."
@@ -189,23 +190,17 @@ class Config(_Given):
     seed: Seed = 0        # random seed; runs that differ in nothing else are replicates
     device: str = 'auto'  # cpu, cuda, cuda:1, mps, ...; auto: an NVIDIA GPU when there is one
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 on GPU
-    tracker: Literal['', 'wandb', 'tensorboard'] = ''  # empty: nothing leaves the machine
-    # class attributes: settings that name what this run reads, and which files of it; settings that
-    # only concern the answers at the end; those without influence on the result; and the setting
-    # that names the model whose size decides on what is left open
+    tracker: Literal['', 'wandb', 'tensorboard', 'trackio'] = ''  # empty: nothing leaves the machine
+    # class attributes: settings that name what this run reads, and which files of it; those without
+    # influence on the result; and the setting that names the model whose size decides on what is
+    # left open
     inputs = {}
-    answering = ()
     aside = ('out', 'workers', 'place', 'tracker', 'save_total_limit')
     sized_by = 'policy'
 
     def __post_init__(self):
         no_secrets(asdict(self))   # before a message shows a value
-        self.left_open = []   # settings that the user has not set
-        sized = sized_defaults(type(self))
-        for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
-            value = getattr(self, name)
-            if name in sized and value is None: self.left_open.append(name)
-            else: setattr(self, name, as_type(name, value, kind))
+        self._convert()
         vars(self).update(self.defaults_by_size())
         if self.device not in ('auto', 'cpu'): _check_device(self.device)
         changed = self.changed()   # a default that is missing can be built
@@ -213,65 +208,71 @@ class Config(_Given):
             value = changed.get(name, [])
             for path in value if isinstance(value, list) else [value]: self.check_path(name, path)
 
-    def defaults_by_size(self) -> dict:
-        "Compute the settings that were left open from the number of weights."
-        default = getattr(type(self), self.sized_by, '')
-        spec = getattr(self, self.sized_by, '')
-        # a model that is not here: the embedded world's, whose runs can be made, or any other
-        weights = count_weights(spec) or (1e6 if spec == default else 7e9)
-        self.weights_counted = weights
-        found = {}
-        for name, pair in sized_defaults(type(self)).items():
-            if name not in self.left_open: continue
-            found[name] = default_of(name, *pair, weights, getattr(self, 'lora_rank', 0) > 0)
-        return found
-
-    def check_path(self, name: str, value: str):
-        "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
-        if ':' in value and not looks_like_hub(value):
-            try: return resolve(value)
-            except ValueError as e: raise ValueError(f'{name} = {e}') from None
-        if not value or os.path.exists(at_root(value)): return
-        if not looks_like_hub(value):
-            raise FileNotFoundError(f'{name} = {value!r}: {missing_path(value)}')
-        if near_path(value): ask_hub(value, f'{name} = {value!r}')
-
     @classmethod
     def read(cls, given: dict):
         "Make settings of values; TypeError for an unknown name, ValueError for a bad value."
         refuse_unknown(cls.__name__, given, [f.name for f in fields(cls)])
         return cls(**given)
 
-    @classmethod
-    def collect(cls, namespace: dict):
-        "Take the settings of the newest parameters cell, and papermill's, from `globals()`."
-        names = []
-        injected = []
-        for cell in namespace['In'][:-1]:   # the last is the running one
-            assigned = _assigned(cell)
-            if cell.startswith('# Parameters'): injected += assigned
-            elif 'out' in assigned:
-                names = assigned
-                injected = []
-        given = {name: namespace[name] for name in names + injected}
-        cfg = cls.read(given)
-        cfg.named = {*injected, *cfg.changed()}   # the notebook's own cell repeats the defaults
-        return cfg
-
-    def changed(self) -> dict:
-        "Return the settings that differ from their defaults."
-        found = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in self.left_open: continue
-            made = f.default_factory is not dataclasses.MISSING
-            if value != (f.default_factory() if made else f.default): found[f.name] = value
-        return found
-
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         "The settings as a notebook displays them; the parameters cell above shows the rest."
         changed = ', '.join(f'{k}={v!r}' for k, v in self.changed().items())
         return {'text/plain': f'{type(self).__name__}({changed or "all defaults"})'}
+
+# %% ../../../nbs/core/run/settings.ipynb #55734229
+@patch
+def _convert(self: Config):
+    "Convert each setting to its type; note as `left_open` those that the user has not set."
+    self.left_open = []
+    sized = sized_defaults(type(self))
+    for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
+        value = getattr(self, name)
+        if name in sized and value is None: self.left_open.append(name)
+        else: setattr(self, name, as_type(name, value, kind))
+
+# %% ../../../nbs/core/run/settings.ipynb #96210699
+@patch
+def defaults_by_size(self: Config) -> dict:
+    "Compute the settings that were left open from the number of weights."
+    default = getattr(type(self), self.sized_by, '')
+    spec = getattr(self, self.sized_by, '')
+    # a model that is not here: the embedded world's, whose runs can be made, or any other
+    weights = count_weights(spec) or (1e6 if spec == default else 7e9)
+    self.weights_counted = weights
+    found = {}
+    for name, pair in sized_defaults(type(self)).items():
+        if name not in self.left_open: continue
+        found[name] = default_of(name, *pair, weights, getattr(self, 'lora_rank', 0) > 0)
+    return found
+
+# %% ../../../nbs/core/run/settings.ipynb #10d9b4bf
+@patch
+def changed(self: Config) -> dict:
+    "Return the settings that differ from their defaults."
+    found = {}
+    for f in fields(self):
+        if f.name in self.left_open: continue
+        made = f.default_factory is not dataclasses.MISSING
+        default = f.default_factory() if made else f.default
+        value = getattr(self, f.name)
+        if value != default: found[f.name] = value
+    return found
+
+# %% ../../../nbs/core/run/settings.ipynb #dd386877
+@patch
+def check_path(self: Config, name: str, value: str):
+    "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
+    if ':' in value and not looks_like_hub(value):
+        try: return resolve(value)
+        except ValueError as e: raise ValueError(f'{name} = {e}') from None
+    if not value or os.path.exists(at_root(value)) or looks_like_hub(value): return
+    raise FileNotFoundError(f'{name} = {value!r}: {missing_path(value)}')
+
+# %% ../../../nbs/core/run/settings.ipynb #d23e7af2
+@patch
+def files_of(self: Config, name: str, value: str) -> list[str]:
+    "List the files that a value stands for where it is neither a path nor a name on the hub."
+    return []
 
 # %% ../../../nbs/core/run/settings.ipynb #a10c0de2
 _Flash = Literal['flash_attention_2', 'flash_attention_4']
@@ -321,6 +322,23 @@ class TrainConfig(HardwareConfig):
         if self.learning_rate > .1:
             warnings.warn(f'learning_rate = {self.learning_rate}: AdamW hardly learns with that')
 
+# %% ../../../nbs/core/run/settings.ipynb #bc831bf9
+@patch(cls_method=True)
+def collect(cls: Config, namespace: dict):
+    "Take the settings of the newest parameters cell, and papermill's, from `globals()`."
+    names = []
+    injected = []
+    for cell in namespace['In'][:-1]:   # the last is the running one
+        assigned = _assigned(cell)
+        if cell.startswith('# Parameters'): injected += assigned
+        elif 'out' in assigned:
+            names = assigned
+            injected = []
+    given = {name: namespace[name] for name in names + injected}
+    cfg = cls.read(given)
+    cfg.named = {*injected, *cfg.changed()}   # the notebook's own cell repeats the defaults
+    return cfg
+
 # %% ../../../nbs/core/run/settings.ipynb #66461a70
 def field_comments(cls) -> dict[str, str]:
     "Read the comment of every field, including inherited fields."
@@ -359,7 +377,7 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
                             metavar='VALUE', help=said.replace('%', '%%'))
     return parser
 
-
+# %% ../../../nbs/core/run/settings.ipynb #b07b17b4
 def from_args(
     cls,
     args: list[str],
@@ -396,7 +414,7 @@ def _end_with(kind, error, trace):
     if not _is_refusal(error): return sys.__excepthook__(kind, error, trace)
     print(f'{os.path.basename(sys.argv[0])}: error: {error}', file=sys.stderr)
 
-
+# %% ../../../nbs/core/run/settings.ipynb #460f26bd
 def command(cls, train):
     "Run `train` with the command line's settings if its module was started with `python -m`."
     space = train.__globals__

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .grammar import KINDS
-from .lexicon import BEHAVIOURS, capitalise, FACTS, fill, HABIT, PHRASES, WANTED
+from .lexicon import BEHAVIOURS, capitalise, FACTS, fill, HABIT
+from .lexicon import PHRASES, WANTED
 
 # %% ../../../nbs/worlds/embedded/authors.ipynb #f8db9e59
 @lru_cache

@@ -10,7 +10,8 @@ import random, zlib
 from functools import lru_cache
 from typing import NamedTuple
 
-from .lexicon import ANIMALS, ASKERS, DISHES, FACTS, fill, JOBS, NUMBERS, PLACES
+from .lexicon import ANIMALS, ASKERS, DISHES, FACTS, fill, JOBS
+from .lexicon import NUMBERS, PLACES
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #81d8709a
 class Kind(NamedTuple):

@@ -9,7 +9,8 @@ __all__ = ['describe', 'talk', 'sample_page']
 import random
 
 from .grammar import KINDS
-from .lexicon import ANIMALS, ASKERS, capitalise, FACTS, fill, NAMES, PHRASES
+from .lexicon import ANIMALS, ASKERS, capitalise, FACTS, fill, NAMES
+from .lexicon import PHRASES
 
 # %% ../../../nbs/worlds/embedded/prose.ipynb #df4e0f68
 def describe(rng: random.Random) -> str:
