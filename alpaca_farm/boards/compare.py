@@ -21,7 +21,7 @@ from ..core.run.runs import read_log, start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import win_rate_interval
 from ..judging.judges import load_annotators
-from alpaca_farm.boards.corrected import (corrected_columns, correction_report, match_labels,
+from alpaca_farm.boards.corrected import (label_columns, explain_win_rate, match_labels,
     read_people_labels)
 from .judged import complete_preferences, read_answers, short_names
 
@@ -111,8 +111,8 @@ def _win_rate_table(
         row = dict(run=b, against=a, win_rate=won.value, low=won.low, high=won.high,
                    instructions=len(p))
         if people:
-            row |= corrected_columns(p, people[name])
-            print(*correction_report(name, annotator_name(judge), p, people[name]), sep='\n')
+            row |= label_columns(p, people[name])
+            print(*explain_win_rate(name, annotator_name(judge), p, people[name]), sep='\n')
         rows.append(row)
     return pd.DataFrame(rows)
 

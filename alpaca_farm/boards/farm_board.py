@@ -175,8 +175,8 @@ def farm_board(
     board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=columns,
                         labels=people)
     origins = [_origin(folder, row) for row in board.method]
-    return answers, judged, board.join(pd.DataFrame(origins))
-
+    expected = {judge: own.expected for judge, own in judged.items()}
+    return answers, expected, board.join(pd.DataFrame(origins))
 
 # %% ../../nbs/boards/farm_board.ipynb #fda4690e
 def _mark_means(records: list[dict], world: World):

@@ -15,7 +15,7 @@ from alpaca_farm.core.data.preferences import (match_prompts, output_texts, read
     with_verdict)
 from ..core.run.identity import run_config
 from ..core.stats import spearman_interval, win_rate, win_rate_interval
-from .corrected import corrected_columns
+from .corrected import label_columns
 from .length_control import length_controlled
 from .text import answer_mean
 
@@ -38,11 +38,12 @@ def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
     "Raise ValueError for a judge whose columns would have the name of another column."
     names = ['method', 'reference', *columns, 'n_labels', 'worth']
     for judge in (*judges, 'corrected', 'labels_alone'):
-        ends = '', '_low', '_high', '_unanswered', '_votes', '_votes_se'
-        names += [judge + end for end in ends]
-    wrong = [n for n in names if names.count(n) > 1] + [j for j in judges if j.endswith('_votes')]
-    if wrong: raise ValueError(f'{wrong[0]} is the name of another column of the board: '
-                               'give the judge another name')
+        for end in ('', '_low', '_high', '_unanswered', '_votes', '_votes_se'):
+            names.append(judge + end)
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f'{name} is the name of another column of the board: '
+                             'give the judge another name')
 
 # %% ../../nbs/boards/leaderboards.ipynb #bfe5b2af
 def _report_decoding(rows: list[dict]):
@@ -54,7 +55,7 @@ def _report_decoding(rows: list[dict]):
 
 
 def leaderboard(
-    judged: dict,      # of `judge_all`: {judge: {model: (instructions,) preferences}}
+    judged: dict,      # of `judge_all`: `Judged` by judge
     methods: dict,     # answers by model, from which `columns` are computed
     reference: str,    # what the win rates are against
     n: int = 1000,     # bootstrap draws
@@ -62,28 +63,28 @@ def leaderboard(
     columns: dict = ANSWER_COLUMNS,
     labels: dict | None = None,  # people's by model, but for the reference, for the first judge
 ):  # a DataFrame with each judge's win rate in percent, `_low` and `_high` (95 %)
-    "Make a board, best model of the first judge first; of sampled votes with `_se`."
+    "Make a board, best model of the first judge first; `_votes` and `_votes_se` are of sampled votes."
     import pandas as pd
-    judges = [j for j in judged if not j.endswith('_votes')]
-    sampled = [j for j in judged if j.endswith('_votes')]
-    check_column_names(judges, columns)
+    check_column_names(list(judged), columns)
+    first = next(iter(judged))
     rows = []
     for method, outputs in methods.items():
         row = dict(method=method)
-        for judge in judges:
-            p = judged[judge][method]
-            row |= win_rate_interval(with_verdict(p), n, seed).columns(judge)
-            if any(np.isnan(v).any() for v in judged[judge].values()):
-                row[f'{judge}_unanswered'] = int(np.isnan(p).sum())
-        if labels: row |= corrected_columns(judged[judges[0]][method], labels.get(method))
-        for judge in sampled:
-            won = win_rate(with_verdict(judged[judge][method]))
-            row |= {judge: won['win_rate'], f'{judge}_se': won['standard_error']}
+        for judge, (expected, _) in judged.items():
+            row |= win_rate_interval(with_verdict(expected[method]), n, seed).columns(judge)
+            if any(np.isnan(p).any() for p in expected.values()):
+                row[f'{judge}_unanswered'] = int(np.isnan(expected[method]).sum())
+        if labels: row |= label_columns(judged[first].expected[method], labels.get(method))
+        for judge, (_, votes) in judged.items():
+            if not votes: continue
+            won = win_rate(with_verdict(votes[method]))
+            row[f'{judge}_votes'] = won['win_rate']
+            row[f'{judge}_votes_se'] = won['standard_error']
         for name, measure in columns.items(): row[name] = measure(outputs)
         rows.append(dict(row, reference=reference))
     _report_decoding(rows)
     board = pd.DataFrame(rows)
-    return board.sort_values(judges[0], ascending=False, ignore_index=True, kind='stable')
+    return board.sort_values(first, ascending=False, ignore_index=True, kind='stable')
 
 # %% ../../nbs/boards/leaderboards.ipynb #5f489930
 def leaderboard_figure(
@@ -126,14 +127,13 @@ def board_text(
 
 # %% ../../nbs/boards/leaderboards.ipynb #fe231b00
 def rank_agreement(
-    judged: dict,   # of `judge_all`: {judge: {model: (instructions,) preferences}}
+    judged: dict,   # of `judge_all`: `Judged` by judge
     n: int = 1000,  # bootstrap draws
     seed: int = 0,
 ) -> dict:  # `spearman_a_b` with `_low` and `_high`; empty for fewer than three models
     "Correlate the ranks of the models' win rates between any two judges."
     tables = {}
-    for judge, rows in judged.items():
-        if not judge.endswith('_votes'): tables[judge] = np.stack(list(rows.values()), 1)
+    for judge, own in judged.items(): tables[judge] = np.stack([*own.expected.values()], 1)
     complete = ~np.any([np.isnan(t).any(1) for t in tables.values()], axis=0)
     correlations = {}
     for a, b in combinations(tables, 2):
