@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import BeforeValidator
 import torch
 
-from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
+from .boards.farm_board import farm_board, LABELLED_BY, ON_CROWD, parts_table, write_boards
 from .boards.judged import short_names
 from .boards.simulation import paired_tables, write_simulation
 from .core.ask.client import ApiConfig
@@ -129,7 +129,7 @@ def names_of(cfg: FarmConfig, world: World) -> dict[str, dict]:
     if world.preferences and not cfg.crowd: crowd = world.preferences
     names = {}
     for name, spec in short_names([*{held_out, pool, crowd}]).items():
-        names[spec] = name.replace('held_out_', 'held-out ')
+        names[spec] = 'held-out crowd' if name == 'held_out_crowd' else name
     return dict(judges=dict(crowd=names[held_out], pool=names[pool]),
                 labels=dict(pool=names[pool], crowd=names[crowd]))
 
@@ -268,8 +268,8 @@ def run(cfg: FarmConfig):
         parts = parts_table(answers, worlds, cfg.seed)
         write_csv(folder, 'parts.csv', parts)
     crowd_runs = {}
-    for name, row in RUNS.items():
-        if row['labels'] == 'crowd' and name in judged[0]['crowd']: crowd_runs[row['method']] = name
+    for method, name in ON_CROWD.items():
+        if name in RUNS and name in judged[0]['crowd']: crowd_runs[method] = name
     figures = {}
     if crowd_runs:
         tables = paired_tables(judged, crowd_runs)

@@ -6,8 +6,7 @@
 __all__ = ['FEWEST_LABELS', 'plain', 'standard_error', 'sigmoid', 'win_rate', 'Interval', 'bootstrap_draws', 'bootstrap',
            'replicate_interval', 'holm', 'wilson', 'win_rate_interval', 'spearman', 'spearman_interval',
            'one_hot_votes', 'vote_mode', 'agreement', 'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean',
-           'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights',
-           'fit_overoptimization', 'overoptimization_curve']
+           'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -318,35 +317,3 @@ def tilted_weights(
         raise ValueError(f'mean reward {target:.3g}: {effective:.1f} samples of {rewards.shape[1]} '
                          'carry the weight, too few to tell. Take more samples')
     return weights
-
-# %% ../../nbs/core/stats.ipynb #72c0c670
-def _curve_basis(d, form: str) -> np.ndarray:
-    "The two columns (K, 2) whose weights are a and b, at the distances `d` (K,)."
-    d = np.asarray(d, dtype=float)
-    if not (d >= 0).all(): raise ValueError('d, the root of a KL divergence, must be 0 or more')
-    if form == 'best_of_n': return np.stack([d, -d*d], -1)
-    if form == 'rl': return np.stack([d, -d*np.log(np.where(d > 0, d, 1))], -1)
-    raise ValueError(f'form = {form!r}: choose "best_of_n", d (a - b d), or "rl", d (a - b log d)')
-
-
-def fit_overoptimization(
-    d,          # (K,) distances from the start, the root of the KL divergence
-    r,          # (K,) scores, 0 at the start
-    form: str,  # best_of_n or rl
-) -> tuple[float, float]:
-    "Fit a and b of a curve by least squares; ValueError without two different distances."
-    basis = _curve_basis(d, form)
-    if len(np.unique(basis[basis[:, 0] > 0, 0])) < 2:
-        raise ValueError('a curve needs at least two different distances above 0')
-    a, b = np.linalg.solve(basis.T @ basis, basis.T @ np.asarray(r, dtype=float))
-    return float(a), float(b)
-
-
-def overoptimization_curve(
-    d,          # (K,) distances from the start
-    a: float,   # rise at the start
-    b: float,   # decline
-    form: str,  # best_of_n or rl
-) -> np.ndarray:
-    "Compute the score (K,) at each distance."
-    return _curve_basis(d, form) @ np.array([a, b])
