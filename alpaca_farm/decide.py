@@ -155,7 +155,7 @@ def _drawn_pair(answer: dict, sft: dict, name: str) -> dict:
         generator_2=name,
         drawn='random')
 
-
+# %% ../nbs/decide.ipynb #a89cc3a2
 def _known_labels(labels: str) -> list[dict]:
     "Pairs that were labelled before any was drawn here."
     file = label_file(labels) if labels else None
@@ -188,7 +188,7 @@ def _marks_of(answers: list[dict]) -> dict[str, np.ndarray]:
     for name, measure in _MARKS.items(): marks[name] = np.array([measure([r]) for r in answers])
     return marks
 
-
+# %% ../nbs/decide.ipynb #faa28155
 def _has_room(
     scores: np.ndarray,  # (instructions, N) rewards of samples of the policy
     reached: float,      # mean reward of the best method so far
@@ -205,7 +205,7 @@ class Board(NamedTuple):
     judge: np.ndarray             # (instructions, M) preferences in [0, 1], means over the seeds
     facts: object                 # DataFrame of the farm's board: what needs no people
 
-
+# %% ../nbs/decide.ipynb #1a51669f
 def _candidate_answers(cfg: DecideConfig, answers: dict, taught: list[str]) -> dict[str, list[dict]]:
     "The answers of candidates among the rows of a farm's board, each beside SFT's."
     sources = label_sources(cfg)
@@ -354,7 +354,7 @@ def _stop(folder, pairs: list[dict], votes: np.ndarray):
           'the notebook labelling, and go on with labels = runs/labelling')
     return folder
 
-
+# %% ../nbs/decide.ipynb #4a236dc6
 def _check_answers(sft: list[dict], world: World):
     "ValueError if most of a policy's answers are empty."
     empty = 0
@@ -374,7 +374,7 @@ def _read_rewards(cfg: DecideConfig, made: tuple, bank: list[dict]) -> dict[str,
         rewards[row['labels']] = standard_reward(reward(folder, cfg, template), bank)
     return rewards
 
-
+# %% ../nbs/decide.ipynb #d89ae6df
 def _taught(cfg: DecideConfig, made: tuple) -> list[str]:
     "The runs of methods that were made."
     return [run for run in LABELLED_BY if f'{cfg.runs}/{run}' in made]

@@ -64,7 +64,7 @@ def _score_bank(bank: list[dict], score) -> np.ndarray:
     "`score`, a function of records, on every sample of the bank: (instructions, N)."
     return np.reshape(score(each_answer(bank)), (len(bank), -1))
 
-
+# %% ../nbs/overoptimization.ipynb #6daf1b10
 def standard_reward(score, bank: list[dict]) -> tuple:
     "Return a reward in standard deviations of the bank, and its scores of the bank."
     raw = _score_bank(bank, score)
@@ -110,7 +110,7 @@ def _label_name(proxy: str) -> str:
     name = Path(annotators.rpartition(':')[2]).stem
     return f'{name}, {flips:.0%} flips' if flips else name
 
-
+# %% ../nbs/overoptimization.ipynb #162d0302
 def _method_name(folder: str) -> str:
     "A run's method and what sets it apart: no penalty, or DPO's beta."
     config = run_config(folder)
@@ -122,7 +122,7 @@ def _method_name(folder: str) -> str:
     free = name != 'rrhf' and not settings.get('kl_coef', 1)
     return f'{name}, no penalty' if free else name
 
-
+# %% ../nbs/overoptimization.ipynb #60c4fb71
 def _policy_proxy(folder: str, proxies: list[str]) -> str:
     "The reward that a policy was trained on, else the proxy of its labels; ValueError if none."
     settings = run_config(folder)['settings']
@@ -133,7 +133,7 @@ def _policy_proxy(folder: str, proxies: list[str]) -> str:
     raise ValueError(f'{folder} learned from {labels or "several rewards"}, none of the proxies '
                      'did: add the reward model of those labels to proxies')
 
-
+# %% ../nbs/overoptimization.ipynb #119140c5
 def checkpoints(folder: str) -> list[tuple[int, str]]:
     "List steps and folders of a run's checkpoints, in order; its final model if it saved none."
     saved = [(int(p.name.split('-')[1]), str(p)) for p in at_root(folder).glob('model-*')]
@@ -227,7 +227,7 @@ class Measures(NamedTuple):
     bank_marks: dict            # by name
     rewards: dict[str, tuple]   # by proxy: records -> standardised rewards, and the bank's
 
-
+# %% ../nbs/overoptimization.ipynb #45f21053
 def _make_measures(cfg: OverConfig, world: World, bank, crowd, proxies) -> Measures:
     "Load all rewards, and measure the bank."
     marks, bank_marks = standard_marks(world, bank)

@@ -51,7 +51,7 @@ class Corrected(NamedTuple):
     labels: Interval  # of the labels alone
     worth: float      # labels that would be needed without the judge for the corrected interval
 
-
+# %% ../../nbs/boards/corrected.ipynb #cf77afc9
 def _with_invented(values, ends, share) -> tuple[np.ndarray, np.ndarray]:
     "Mean and variance (...) of `values` (..., n) and both `ends` (..., 2), each `2*share` times."
     x = np.concatenate([values, ends], -1)
@@ -59,7 +59,7 @@ def _with_invented(values, ends, share) -> tuple[np.ndarray, np.ndarray]:
     mean = x @ weights/weights.sum()
     return mean, (x - mean[..., None])**2 @ weights/weights.sum()
 
-
+# %% ../../nbs/boards/corrected.ipynb #68cd7689
 def _estimate_stratum(labels, judge, others, share: float) -> tuple:
     "Estimate and variance with the judge, without it, and the mean with invented labels: (...)."
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
@@ -74,7 +74,7 @@ def _estimate_stratum(labels, judge, others, share: float) -> tuple:
     judged = weight**2*rest.var(-1)/M if M else 0
     return value, judged + left/n, y.mean(-1), alone/n, mean
 
-
+# %% ../../nbs/boards/corrected.ipynb #f86b3a3d
 def estimate_strata(
     strata: list[tuple],  # the arrays of `ppi_mean` of each stratum; a plain random draw is one
 ) -> Corrected:
@@ -107,12 +107,12 @@ def _side_of(judge) -> np.ndarray:
     "The side that verdicts in [0, 1] take: 1, 0, or one half."
     return (np.sign(np.asarray(judge, dtype=float) - .5) + 1)/2
 
-
+# %% ../../nbs/boards/corrected.ipynb #942fb97d
 def judge_agreement(judge, labels) -> float:
     "Compute how often a vote is on the judge's side, of arrays in [0, 1]; a tie counts half."
     return float(np.mean(1 - np.abs(_side_of(judge) - labels)))
 
-
+# %% ../../nbs/boards/corrected.ipynb #95fa5053
 class Plan(NamedTuple):
     "Numbers of labels for an interval; inf where there are not enough instructions."
     with_judge: float
@@ -148,7 +148,7 @@ class PeopleLabels(NamedTuple):
     longer: np.ndarray    # (N,) 1 where the model's answer is longer, -1 where it is shorter
     same: np.ndarray      # (N,) whether both answers are the same, which needs no label
 
-
+# %% ../../nbs/boards/corrected.ipynb #111e7ca3
 class _Label(NamedTuple):
     votes: dict         # for output_2 by person, in [0, 1]
     drawn: str | None
@@ -174,7 +174,7 @@ def read_people_labels(spec: str) -> dict[tuple, _Label]:
             turned.votes[name] = 2 - vote
     return labels
 
-
+# %% ../../nbs/boards/corrected.ipynb #cc1a7db0
 def _match_pairs(groups: list[list], known: dict, name: str) -> PeopleLabels:
     "The labels on a model's pairs, by instruction; ValueError for too few."
     N = len(groups)
@@ -203,7 +203,7 @@ def _match_pairs(groups: list[list], known: dict, name: str) -> PeopleLabels:
                          'have several. Draw without strata')
     return PeopleLabels(votes, drawn, stratum, longer, same.astype(bool))
 
-
+# %% ../../nbs/boards/corrected.ipynb #41ab02f9
 def match_labels(
     spec: str,          # a file or run of people's labels
     comparisons: dict,  # {name: (a model's answers, reference answers)}
@@ -236,7 +236,7 @@ def _strata_of(labels: PeopleLabels, f: np.ndarray, labelled: np.ndarray) -> np.
                      f'by {labels.drawn} that they were drawn from: name the judge and the '
                      'answers by which they were drawn')
 
-
+# %% ../../nbs/boards/corrected.ipynb #02bba43f
 def people_win_rate(
     preferences,           # (N,) a judge's in [1, 2], nan without a verdict
     labels: PeopleLabels,  # of people, on the same instructions
@@ -262,7 +262,7 @@ def people_win_rate(
     def percent(i): return Interval(*(100*share*x + 50*(1 - share) for x in i))
     return Corrected(percent(rate), percent(alone), worth)
 
-
+# %% ../../nbs/boards/corrected.ipynb #ee398f20
 def label_columns(preferences, labels: PeopleLabels | None) -> dict:
     "Make a board's columns of `people_win_rate`; half for the reference itself, without labels."
     if labels:
@@ -275,7 +275,7 @@ def label_columns(preferences, labels: PeopleLabels | None) -> dict:
     return (c.rate.columns('corrected') | c.labels.columns('labels_alone')
             | dict(n_labels=n, worth=c.worth))
 
-
+# %% ../../nbs/boards/corrected.ipynb #4798bc50
 def _plan_text(what: str, judge, agreement: float, points: float) -> str:
     "A sentence on how many labels an interval of plus or minus these points takes."
     plan = plan_labels(judge, agreement, points/100)
@@ -285,7 +285,7 @@ def _plan_text(what: str, judge, agreement: float, points: float) -> str:
                   f'+-{100*plan.least:.1f}')
     return f'{what}: +-{points} points take {needed}'
 
-
+# %% ../../nbs/boards/corrected.ipynb #bd8833dc
 def explain_win_rate(
     name: str,             # of the model
     judge: str,            # its name
@@ -334,7 +334,7 @@ def people_difference(
     rate = people_win_rate(1 + (1 + g - f)/2, labels).rate
     return Interval(*(2*x - 100 for x in rate))
 
-
+# %% ../../nbs/boards/corrected.ipynb #8b813bf7
 def explain_differences(judged: dict, labels: dict) -> list[str]:
     "Say the corrected differences of all policies with labels, by name, and plans for more."
     lines = []

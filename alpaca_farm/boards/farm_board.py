@@ -50,7 +50,7 @@ def _lengths(records: list[dict]) -> list[int]: return [len(r['output'].split())
 
 def _brevities(records: list[dict]) -> list[int]: return [-n for n in _lengths(records)]
 
-
+# %% ../../nbs/boards/farm_board.ipynb #c73a2380
 def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict]]:
     "The answers that each of the world's ways chooses of n samples."
     n = len(candidates[0]['output'])
@@ -81,7 +81,7 @@ def _opening(record: dict) -> str:
     "The first three words of a request."
     return ' '.join(prompt_key(record)[0].split()[:3])
 
-
+# %% ../../nbs/boards/farm_board.ipynb #0c5cf36c
 def _word_answers(folder: str, candidates: list[dict]) -> dict[str, list[dict]]:
     "The best of the samples by a bag of words, for both sources of labels."
     answers = {}
@@ -118,7 +118,7 @@ def _behind(run: str) -> set[str]:
     for read in {*recipes()[run]['reads'].values()} - {'world', 'sft'}: behind |= _behind(read)
     return behind
 
-
+# %% ../../nbs/boards/farm_board.ipynb #c1af1de3
 def _origin(folder: str, row: str) -> dict:
     "What made a row: its kind, who labelled, how far it is from SFT, and what it took."
     run = WORDS.get(row, row)
@@ -132,7 +132,7 @@ def _origin(folder: str, row: str) -> dict:
     seconds = sum(made.get('cpu_seconds', 0.) for made in behind)
     return facts | dict(trained_on=recipes()[run]['labels'], cpu_seconds=round(seconds, 1))
 
-
+# %% ../../nbs/boards/farm_board.ipynb #0f6ea4fa
 def _baseline_answers(folder: str, world: World, candidates: list[dict]) -> dict[str, list[dict]]:
     "The answers of the rows that learn nothing."
     answers = {}
@@ -144,7 +144,7 @@ def _baseline_answers(folder: str, world: World, candidates: list[dict]) -> dict
     if all('output' in r for r in expert): answers['an expert'] = expert
     return answers
 
-
+# %% ../../nbs/boards/farm_board.ipynb #79e412ad
 def _people_labels(labels: str, answers: dict) -> dict:
     "People's labels of the rows that have any."
     known = read_people_labels(labels)
@@ -156,7 +156,7 @@ def _people_labels(labels: str, answers: dict) -> dict:
             labelled[name] = rows, answers['sft']
     return match_labels(labels, labelled)
 
-
+# %% ../../nbs/boards/farm_board.ipynb #4a5eccbc
 def farm_board(
     folder: str,         # of the replicate's runs
     world: World,
@@ -197,7 +197,7 @@ def _mark_means(records: list[dict], world: World):
     table = pd.DataFrame(table)
     return table.assign(utility=table.sum(axis=1))
 
-
+# %% ../../nbs/boards/farm_board.ipynb #7a48b20f
 def parts_table(
     replicates: list[dict],  # answers by row, of each replicate
     worlds: list[World],     # of each replicate
@@ -217,7 +217,6 @@ def parts_table(
         tables.append(pd.DataFrame(dict(
             method=row, part=gains[0].columns, difference=difference, low=low, high=high)))
     return pd.concat(tables, ignore_index=True)
-
 
 # %% ../../nbs/boards/farm_board.ipynb #c773b066
 def write_boards(

@@ -36,7 +36,7 @@ def read_answers(
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
     return load_records(spec, names, ('output', 'candidates'), columns=columns)
 
-
+# %% ../../nbs/boards/judged.ipynb #4c1566bc
 def answers_to(answers: list[dict], references: list[dict]) -> list[dict]:
     "Select a model's answers to the instructions of `references`."
     prompts = {prompt_key(r) for r in references}
@@ -97,7 +97,7 @@ def _draw_pairs(outputs: list[dict], references: list[dict], seed: int) -> list[
         drawn.append(pairs[int(u*len(pairs))])
     return drawn
 
-
+# %% ../../nbs/boards/judged.ipynb #e9698fef
 def _sampled_preferences(
     outputs: list[dict],
     references: list[dict],
@@ -125,13 +125,13 @@ def _check_judged(preferences: np.ndarray, judge, what: str):
     if missing == len(preferences):
         raise ValueError(f'{what}: there is no verdict on any of the {missing} instructions')
 
-
+# %% ../../nbs/boards/judged.ipynb #14c09ef8
 class Judged(NamedTuple):
     "What one judge says of the answers of all models."
     expected: dict[str, np.ndarray]  # by model, (instructions,) preferences from 1 to 2
     votes: dict[str, np.ndarray]     # a vote each, likewise; empty if the judge is no pool
 
-
+# %% ../../nbs/boards/judged.ipynb #6bc1c1f9
 def judge_all(
     methods: dict,           # answers by model
     references: list[dict],  # the answers that they are compared with

@@ -22,7 +22,7 @@ from .text import answer_mean
 # %% ../../nbs/boards/leaderboards.ipynb #520e57ba
 def _count_words(text: str) -> int: return len(text.split())
 
-
+# %% ../../nbs/boards/leaderboards.ipynb #12c05509
 def _decoding(outputs: list[dict]) -> str:
     "The temperature and nucleus of the samples; empty where they are not recorded."
     ways = {f'temperature {r["temperature"]}, top-p {r["top_p"]}' for r in outputs
@@ -53,7 +53,7 @@ def _report_decoding(rows: list[dict]):
     each = '; '.join(f'{row["method"]}, {row["decoding"]}' for row in rows)
     print('these rows are not answered alike, which by itself changes win rates: ' + each)
 
-
+# %% ../../nbs/boards/leaderboards.ipynb #df275548
 def leaderboard(
     judged: dict,      # of `judge_all`: `Judged` by judge
     methods: dict,     # answers by model, from which `columns` are computed
