@@ -179,6 +179,9 @@ def _agreement_figure(
         ax.set_xlabel(label)
         ax.axvline(neutral, color='grey', lw=.8, ls=':')
     axes[0].set_yticks(range(len(judges))[::-1], judges)
+    rates = others[panels[0][0]]
+    fig.suptitle(f'Judges vote as people do in {rates.min():.0%} to {rates.max():.0%} of pairs; '
+                 f'95 % intervals, {people.n.sum()} pairs', fontsize=9)
     if len(sets) > 1:
         fig.legend(*axes[0].get_legend_handles_labels(), loc='outside upper center', ncols=4)
     return fig

@@ -118,8 +118,9 @@ def leaderboard_figure(
             ax.hlines(y, board[judges[0]], rate, color=f'C{k}', lw=6, alpha=.3)
     ax.axvline(50, color='grey', lw=.8, ls=':')
     ax.set_yticks(places, board.method)
-    ax.set_xlabel(f'win rate against {board.reference.iloc[0]} (%)')
-    ax.set_title('95 % intervals over the instructions', fontsize=9)
+    ax.set_xlabel(f'win rate against {board.reference.iloc[0]} in %\n'
+                  '95 % intervals over the instructions', fontsize=9)
+    ax.set_title(f'{board.method[0]}: {board[judges[0]][0]:.1f} % under {judges[0]}', fontsize=9)
     ax.legend(fontsize=8, title='judged by', loc='upper left', bbox_to_anchor=(1.01, 1))
     return fig
 
