@@ -8,9 +8,7 @@ __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'farm_world', 'population', 'name
 # %% ../nbs/farm.ipynb #e2ff0440
 import os, time
 from dataclasses import dataclass, field, replace
-from typing import Annotated
 
-from pydantic import BeforeValidator
 import torch
 
 from .boards.farm_board import farm_board, LABELLED_BY, ON_CROWD, parts_table, write_boards
@@ -27,11 +25,6 @@ from .core.run.settings import at_root, command, Count, Positive, refuse_unknown
 from .judging.judges import load_annotators
 from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
 
-# %% ../nbs/farm.ipynb #e7c129a0
-def _names(value):   # "[ppo, dpo]" of papermill's -p
-    if not isinstance(value, str): return value
-    return [name.strip() for name in value.strip('[] ').split(',')]
-
 # %% ../nbs/farm.ipynb #4dbe3763
 @dataclass
 class FarmConfig(JudgedConfig):
@@ -39,8 +32,7 @@ class FarmConfig(JudgedConfig):
     out: str = 'runs/farm'  # run folder of the farm's results; <runs>/farm when runs is another
     world: str = 'runs/world'  # folder of the world; <runs>/world is made if it is not there
     runs: str = 'runs'  # folder of the runs; <world>_runs when only the world is another
-    # of the board; empty: all of farm.yaml
-    methods: Annotated[list[str], BeforeValidator(_names)] = field(default_factory=list)
+    methods: list[str] = field(default_factory=list)  # of the board; empty: all of farm.yaml
     seeds: Positive = 1  # replicates; those after the first in <runs>/seed_1, seed_2, ...
     size: str = 'default'  # default, quick (coarser), or a file like nbs/recipes/quick.yaml
     workers: Count = 0                    # runs side by side; 0 for the number of cores
