@@ -71,8 +71,13 @@ class DecideConfig(JudgedConfig):
 def _seed_farm(cfg: DecideConfig, k: int) -> FarmConfig:
     "The farm in which a seed's runs are made."
     runs = f'{cfg.runs}/again_{k}' if k else cfg.runs
-    farm = FarmConfig(runs=runs, pool=cfg.judge, size=cfg.size, seed=cfg.seed + k,
-                      device=cfg.device, dtype=cfg.dtype)
+    farm = FarmConfig(
+        runs=runs,
+        pool=cfg.judge,
+        size=cfg.size,
+        seed=cfg.seed + k,
+        device=cfg.device,
+        dtype=cfg.dtype)
     farm.world = f'{runs}/world' if cfg.model else cfg.world
     return farm
 
@@ -81,8 +86,14 @@ def _make_own(cfg: DecideConfig):
     "Make the worlds of one's own model, prompts and judge: one for each seed."
     jobs = []
     for k in range(cfg.seeds):
-        given = dict(model=cfg.model, prompts=cfg.prompts, judge=cfg.judge, preferences='',
-                     methods=cfg.methods, eval_share=.5, seed=cfg.seed + k)
+        given = dict(
+            model=cfg.model,
+            prompts=cfg.prompts,
+            judge=cfg.judge,
+            preferences='',
+            methods=cfg.methods,
+            eval_share=.5,
+            seed=cfg.seed + k)
         jobs.append(Job(_seed_farm(cfg, k).world, 'bring_your_own', given))
     run_or_fail(jobs, 1, 'worlds', 'making a world')
     if cfg.seeds > 1: print('what learned from one half of the prompts is judged on the other')
@@ -161,7 +172,8 @@ def _known_labels(labels: str) -> list[dict]:
     file = label_file(labels) if labels else None
     if not file: return []
     rows = read_recorded(file)
-    return [r for r in rows if (r.get('generator_1'), r.get('drawn')) != ('sft', 'random')]
+    def is_drawn(r): return r.get('generator_1') == 'sft' and r.get('drawn') == 'random'
+    return [r for r in rows if not is_drawn(r)]
 
 # %% ../nbs/decide.ipynb #521fd564
 def _first_pairs(cfg: DecideConfig, sft: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -185,7 +197,8 @@ _MARKS = dict(
 def _marks_of(answers: list[dict]) -> dict[str, np.ndarray]:
     "Mark answers, one to a record: by mark (answers,)."
     marks = {}
-    for name, measure in _MARKS.items(): marks[name] = np.array([measure([r]) for r in answers])
+    for name, measure in _MARKS.items():
+        marks[name] = np.array([measure([r]) for r in answers])
     return marks
 
 # %% ../nbs/decide.ipynb #faa28155
@@ -206,16 +219,15 @@ class Board(NamedTuple):
     facts: object                 # DataFrame of the farm's board: what needs no people
 
 # %% ../nbs/decide.ipynb #1a51669f
-def _candidate_answers(cfg: DecideConfig, answers: dict, taught: list[str]) -> dict[str, list[dict]]:
+def _candidate_answers(cfg: DecideConfig, answers: dict, taught: list[str]) -> dict:
     "The answers of candidates among the rows of a farm's board, each beside SFT's."
     sources = label_sources(cfg)
-    words = [row for row, run in WORDS.items() if RUNS[run]['labels'] in sources]
-    untaught = 'greedy', 'likeliest', 'longest', 'shortest'
-    own = {}
+    candidates = list(taught)
     for row in answers:
-        if row in taught or row in words or row.startswith(untaught):
-            own[row] = match_prompts(answers[row], answers['sft'])
-    return own
+        if row in WORDS and RUNS[WORDS[row]]['labels'] in sources: candidates.append(row)
+        if row.startswith(('greedy', 'likeliest', 'longest', 'shortest')): candidates.append(row)
+    sft = answers['sft']
+    return {row: match_prompts(answers[row], sft) for row in answers if row in candidates}
 
 # %% ../nbs/decide.ipynb #3ef844d5
 def read_board(
@@ -229,21 +241,26 @@ def read_board(
     pairs, verdicts = {}, {}   # by instruction, a list over the seeds that answered it
     for k in range(cfg.seeds):
         farm = _seed_farm(cfg, k)
-        judges = dict(pool=judge)
-        rows = farm_board(farm.runs, farm_world(farm), judges, cfg.seed + k, taught)
-        answers, judged, board = rows
+        world = farm_world(farm)
+        answers, judged, board = farm_board(
+            farm.runs, world, dict(pool=judge), cfg.seed + k, taught)
         facts.append(board.set_index('method'))
         own = _candidate_answers(cfg, answers, taught)
         for i, sft in enumerate(answers['sft']):
             prompt = prompt_key(sft)
-            of_each = {row: _drawn_pair(own[row][i], sft, row) for row in own}
-            pairs.setdefault(prompt, []).append(of_each)
-            verdicts.setdefault(prompt, []).append([judged['pool'][row][i] - 1 for row in own])
+            pair, verdict = {}, []
+            for row, rows in own.items():
+                pair[row] = _drawn_pair(rows[i], sft, row)
+                verdict.append(judged['pool'][row][i] - 1)
+            pairs.setdefault(prompt, []).append(pair)
+            verdicts.setdefault(prompt, []).append(verdict)
     prompts = [*pairs]
     rng = np.random.default_rng(cfg.seed)
     rng.shuffle(prompts)
     shown = []
-    for prompt in prompts: shown.append(pairs[prompt][rng.integers(len(pairs[prompt]))])
+    for prompt in prompts:
+        of_seeds = pairs[prompt]
+        shown.append(of_seeds[rng.integers(len(of_seeds))])
     by_candidate = {row: [pair[row] for pair in shown] for row in shown[0]}
     table = np.array([np.mean(verdicts[prompt], 0) for prompt in prompts])
     means = pd.concat(facts).groupby(level=0).mean(numeric_only=True)
@@ -308,7 +325,8 @@ def _loss_with_more(
     chance, _ = chances(rates, covariance, normal)
     is_likely = chance[1:] > .05
     shares = is_likely/max(1, is_likely.sum())
-    after = np.linalg.inv(np.linalg.inv(covariance) + np.diag(4*more*shares))
+    precision = np.linalg.inv(covariance) + np.diag(4*more*shares)
+    after = np.linalg.inv(precision)
 
     def mean_of_best(spread):
         root = np.linalg.cholesky(spread + 1e-9*np.eye(len(rates)))
@@ -455,8 +473,8 @@ def run(cfg: DecideConfig):
     world = farm_world(farm)
     sft = read_answers(f'{cfg.runs}/references', candidates=True)
     _check_answers(sft, world)
-    asking = ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype,
-                       **world.asking)
+    asking = ApiConfig(
+        out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype, **world.asking)
     judge = load_annotators(population(farm, 'pool', world), asking)
     people = load_annotators(cfg.labels, asking) if cfg.labels else RecordedLabels([])
 
