@@ -12,7 +12,7 @@ from typing import Annotated
 
 from annotated_types import Len
 
-from .boards.corrected import correction_report, difference_report, match_labels
+from .boards.corrected import explain_win_rate, explain_differences, match_labels
 from .boards.judged import answers_to, judge_all, read_answers, short_names
 from .boards.leaderboards import alpaca_eval_rows, check_column_names, leaderboard
 from .boards.leaderboards import leaderboard_figure, rank_agreement
@@ -64,8 +64,8 @@ def _correction_lines(judge: str, preferences: dict, labels: dict) -> list[str]:
     "What people's labels say of a judge's preferences by model: sentences."
     lines = []
     for model, own in labels.items():
-        lines += correction_report(model, judge, preferences[model], own)
-    return lines + difference_report(preferences, labels)
+        lines += explain_win_rate(model, judge, preferences[model], own)
+    return lines + explain_differences(preferences, labels)
 
 # %% ../nbs/eval.ipynb #9dc79a4c
 def run(cfg: EvalConfig):
@@ -88,15 +88,16 @@ def run(cfg: EvalConfig):
     board = leaderboard(judged, methods, cfg.reference, seed=cfg.seed, labels=labels)
     if labels:
         first = next(iter(judges))
-        lines = _correction_lines(first, judged[first], labels)
+        lines = _correction_lines(first, judged[first].expected, labels)
         current.write('corrections.json', lines)
         print(*lines, sep='\n')
     for step, row in enumerate(board.to_dict('records'), 1): current.log(step, **row)
     write_csv(current, 'leaderboard.csv', board)
     write_figure(current, 'leaderboard.png', leaderboard_figure(board))
     rounded = {}
-    for judge, rows in judged.items():
-        rounded[judge] = {model: p.round(6).tolist() for model, p in rows.items()}
+    for judge, (expected, votes) in judged.items():
+        for name, rows in ((judge, expected), (f'{judge}_votes', votes)):
+            if rows: rounded[name] = {model: p.round(6).tolist() for model, p in rows.items()}
     current.write('preferences.json', rounded)
     figures = rank_agreement(judged, seed=cfg.seed)
     numbers = board.set_index('method').select_dtypes('number')
@@ -106,7 +107,7 @@ def run(cfg: EvalConfig):
     # the tables and the costs of each judge
     clients = {}
     for name, judge in judges.items():
-        rows = alpaca_eval_rows(judged[name], methods, references, name, cfg.reference)
+        rows = alpaca_eval_rows(judged[name].expected, methods, references, name, cfg.reference)
         file = re.sub(r'[^\w.-]+', '-', name).strip('-')
         write_csv(current, f'leaderboard_{file}.csv', rows, index=True, float_format=None)
         for model, rate in rows.length_controlled_winrate.items():

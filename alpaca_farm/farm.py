@@ -8,12 +8,11 @@ __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'farm_world', 'population', 'name
 # %% ../nbs/farm.ipynb #e2ff0440
 import os, time
 from dataclasses import dataclass, field, replace
-from typing import Annotated
 
-from pydantic import BeforeValidator
 import torch
 
-from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
+from .boards.farm_board import farm_board, LABELLED_BY, ON_CROWD, parts_table
+from .boards.farm_board import write_boards
 from .boards.judged import short_names
 from .boards.simulation import paired_tables, write_simulation
 from .core.ask.client import ApiConfig
@@ -29,20 +28,14 @@ from .core.run.settings import command, Count, Positive, refuse_unknown
 from .judging.judges import load_annotators
 from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
 
-# %% ../nbs/farm.ipynb #e7c129a0
-def _names(value):   # "[ppo, dpo]" of papermill's -p
-    if not isinstance(value, str): return value
-    return [name.strip() for name in value.strip('[] ').split(',')]
-
-
+# %% ../nbs/farm.ipynb #4dbe3763
 @dataclass
 class FarmConfig(JudgedConfig):
     "Settings of the farm."
     out: str = 'runs/farm'  # run folder of the farm's results; <runs>/farm when runs is another
     world: str = 'runs/world'  # folder of the world; <runs>/world is made if it is not there
     runs: str = 'runs'  # folder of the runs; <world>_runs when only the world is another
-    # of the board; empty: all of farm.yaml
-    methods: Annotated[list[str], BeforeValidator(_names)] = field(default_factory=list)
+    methods: list[str] = field(default_factory=list)  # of the board; empty: all of farm.yaml
     seeds: Positive = 1  # replicates; those after the first in <runs>/seed_1, seed_2, ...
     size: str = 'default'  # default, quick (coarser), or a file like nbs/recipes/quick.yaml
     workers: Count = 0                    # runs side by side; 0 for the number of cores
@@ -81,14 +74,14 @@ def _folder(cfg: FarmConfig, replicate: int) -> str:
     "Return the folder of a replicate's runs."
     return cfg.runs if replicate == 0 else f'{cfg.runs}/seed_{replicate}'
 
-
+# %% ../nbs/farm.ipynb #abd3702a
 def _makes_world(cfg: FarmConfig) -> bool:
     "Return whether the farm makes its world itself."
     if cfg.world != f'{cfg.runs}/world': return False
     if not (at_root(cfg.world)/'world.json').exists(): return True
     return run_config(cfg.world).get('notebook') == RUNS['world']['notebook']
 
-
+# %% ../nbs/farm.ipynb #292f2dfb
 def farm_world(cfg: FarmConfig, replicate: int = 0) -> World:
     "Read the world of a replicate; the default one, if the farm is yet to make it."
     own = f'{_folder(cfg, replicate)}/world'
@@ -97,7 +90,7 @@ def farm_world(cfg: FarmConfig, replicate: int = 0) -> World:
     world = read_world(cfg.world)
     return replace(world, folder=own) if replicate and run_config(cfg.world) else world
 
-
+# %% ../nbs/farm.ipynb #1f4812f7
 def _world_jobs(cfg: FarmConfig, replicate: int, sizes: dict, machine: dict) -> list[Job]:
     "The run that makes a replicate's world, if it is not given."
     folder = _folder(cfg, replicate)
@@ -110,7 +103,7 @@ def _world_jobs(cfg: FarmConfig, replicate: int, sizes: dict, machine: dict) -> 
     settings = dict(config['given'], seed=config['settings']['seed'] + replicate)
     return [Job(f'{folder}/world', config['notebook'], settings, [], cost)]
 
-
+# %% ../nbs/farm.ipynb #468e4513
 def _has_crowd(cfg: FarmConfig, world: World) -> bool:
     "Whether anybody labels for the second training, or has."
     return bool(cfg.crowd or world.crowd or world.preferences)
@@ -124,14 +117,14 @@ def population(
     "Return who has a role: those of the setting, or the world's."
     return getattr(cfg, role) or world.path(getattr(world, role))
 
-
+# %% ../nbs/farm.ipynb #005c5099
 def names_of(cfg: FarmConfig, world: World) -> dict[str, dict]:
     "Name, as `eval` does, who judges by the board's columns, and whose labels teach."
     held_out, pool, crowd = (population(cfg, role, world) for role in ('held_out', 'pool', 'crowd'))
     if world.preferences and not cfg.crowd: crowd = world.preferences
     names = {}
     for name, spec in short_names([*{held_out, pool, crowd}]).items():
-        names[spec] = name.replace('held_out_', 'held-out ')
+        names[spec] = 'held-out crowd' if name == 'held_out_crowd' else name
     return dict(judges=dict(crowd=names[held_out], pool=names[pool]),
                 labels=dict(pool=names[pool], crowd=names[crowd]))
 
@@ -148,7 +141,7 @@ def _all_sizes(cfg: FarmConfig, world: World) -> dict[str, dict]:
     # all greedy answers are the same
     return sizes | dict(sft_greedy=sizes.get('sft_greedy', {}) | dict(n=1))
 
-
+# %% ../nbs/farm.ipynb #8b9814bc
 def _left_out(cfg: FarmConfig, world: World, sizes: dict) -> set[str]:
     "The runs that are not made in this world, and those that read one."
     left = set()
@@ -161,7 +154,7 @@ def _left_out(cfg: FarmConfig, world: World, sizes: dict) -> set[str]:
         if others or unlabelled or sizes.get(name, {}) is None or reads & left: left.add(name)
     return left
 
-
+# %% ../nbs/farm.ipynb #9f9a7954
 def _label_settings(cfg: FarmConfig, name: str, world: World, sizes: dict) -> dict:
     "The settings by which a run asks those who label."
     row = RUNS[name]
@@ -177,7 +170,7 @@ def _label_settings(cfg: FarmConfig, name: str, world: World, sizes: dict) -> di
         flips = dict(label_flip=world.label_flip)
     return dict(annotators=spec) | flips | world.asking
 
-
+# %% ../nbs/farm.ipynb #ed0efbab
 def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
     "Return the runs of one replicate."
     folder = _folder(cfg, replicate)
@@ -216,7 +209,7 @@ def _board_judges(cfg: FarmConfig, world: World) -> dict:
     if world.utility: judges['utility'] = utility_judge(world.function(world.utility))
     return judges
 
-
+# %% ../nbs/farm.ipynb #6737ff8f
 def _tell_lacking(cfg: FarmConfig, world: World):
     "Say in a line each what this world has no table of, and why."
     lines = []
@@ -230,7 +223,7 @@ def _tell_lacking(cfg: FarmConfig, world: World):
     if judge in names['labels'].values():
         print(f'{judge} judges what its own labels have taught: name another as held_out')
 
-
+# %% ../nbs/farm.ipynb #12a90656
 def run(cfg: FarmConfig):
     "Make all runs and the board, in `cfg.out`; RuntimeError at the end if some runs failed."
     check_run_folder(at_root(cfg.out))
@@ -270,8 +263,8 @@ def run(cfg: FarmConfig):
         parts = parts_table(answers, worlds, cfg.seed)
         write_csv(folder, 'parts.csv', parts)
     crowd_runs = {}
-    for name, row in RUNS.items():
-        if row['labels'] == 'crowd' and name in judged[0]['crowd']: crowd_runs[row['method']] = name
+    for method, name in ON_CROWD.items():
+        if name in RUNS and name in judged[0]['crowd']: crowd_runs[method] = name
     figures = {}
     if crowd_runs:
         tables = paired_tables(judged, crowd_runs)

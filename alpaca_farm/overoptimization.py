@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['PROXIES', 'POLICIES', 'OverConfig', 'standard_reward', 'checkpoints', 'measure_policy', 'standard_marks', 'foretell',
-           'run']
+           'Measures', 'run']
 
 # %% ../nbs/overoptimization.ipynb #d0504300
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from annotated_types import Ge
 import numpy as np
@@ -34,10 +35,11 @@ from .judging.judges import load_annotators
 from .worlds.folder import read_world, World
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
-PROXIES = [f'runs/reward_model{labels}' for labels in ('', '_crowd', '_judge', '_vain')]
+_LABELS = '', '_crowd', '_judge', '_vain'   # ends of runs' names, by who labelled
+PROXIES = [f'runs/reward_model{end}' for end in _LABELS]
 POLICIES = [f'runs/{name}' for name, row in methods().items() if row['checkpoints']]
 POLICIES += [f'runs/{name}_crowd' for name in ('ppo', 'rloo', 'dpo')]
-POLICIES += [proxy.replace('reward_model', 'rloo_free') for proxy in PROXIES]   # without a penalty
+POLICIES += [f'runs/rloo_free{end}' for end in _LABELS]   # without a penalty
 
 
 @dataclass
@@ -60,7 +62,7 @@ def _score_bank(bank: list[dict], score) -> np.ndarray:
     "`score`, a function of records, on every sample of the bank: (instructions, N)."
     return np.reshape(score(each_answer(bank)), (len(bank), -1))
 
-
+# %% ../nbs/overoptimization.ipynb #6daf1b10
 def standard_reward(score, bank: list[dict]) -> tuple:
     "Return a reward in standard deviations of the bank, and its scores of the bank."
     raw = _score_bank(bank, score)
@@ -106,7 +108,7 @@ def _label_name(proxy: str) -> str:
     name = Path(annotators.rpartition(':')[2]).stem
     return f'{name}, {flips:.0%} flips' if flips else name
 
-
+# %% ../nbs/overoptimization.ipynb #162d0302
 def _method_name(folder: str) -> str:
     "A run's method and what sets it apart: no penalty, or DPO's beta."
     config = run_config(folder)
@@ -118,7 +120,7 @@ def _method_name(folder: str) -> str:
     free = name != 'rrhf' and not settings.get('kl_coef', 1)
     return f'{name}, no penalty' if free else name
 
-
+# %% ../nbs/overoptimization.ipynb #60c4fb71
 def _policy_proxy(folder: str, proxies: list[str]) -> str:
     "The reward that a policy was trained on, else the proxy of its labels; ValueError if none."
     settings = run_config(folder)['settings']
@@ -129,7 +131,7 @@ def _policy_proxy(folder: str, proxies: list[str]) -> str:
     raise ValueError(f'{folder} learned from {labels or "several rewards"}, none of the proxies '
                      'did: add the reward model of those labels to proxies')
 
-
+# %% ../nbs/overoptimization.ipynb #119140c5
 def checkpoints(folder: str) -> list[tuple[int, str]]:
     "List steps and folders of a run's checkpoints, in order; its final model if it saved none."
     saved = [(int(p.name.split('-')[1]), str(p)) for p in at_root(folder).glob('model-*')]
@@ -162,21 +164,29 @@ def measure_policy(
 def standard_marks(world: World, bank: list[dict]) -> tuple:
     "Return a function of records to utility, its parts and words, in sd of a bank, and the bank's."
     def raw(records):
-        words = [len(r['output'].split()) for r in records]
         parts = world.function(world.marks)(records) if world.marks else {}
-        return dict(parts, utility=world.function(world.utility)(records), words=words)
-    found = raw(each_answer(bank))
+        utility = world.function(world.utility)(records)
+        words = [len(r['output'].split()) for r in records]
+        return parts | dict(utility=utility, words=words)
+
+    of_bank = raw(each_answer(bank))
+    mean, unit = {}, {}
+    for name, values in of_bank.items():   # parts have the unit of the utility
+        spread = np.array(of_bank['words' if name == 'words' else 'utility'])
+        mean[name] = np.mean(values)
+        unit[name] = spread.std() if has_spread(spread) else 1.
 
     def standardised(records):
         marks = {}
-        for name, values in raw(records).items():
-            unit = np.array(found['words' if name == 'words' else 'utility'])
-            marks[name] = (values - np.mean(found[name]))/(unit.std() if has_spread(unit) else 1.)
+        for name, values in raw(records).items(): marks[name] = (values - mean[name])/unit[name]
         return marks
-    return standardised, {name: _score_bank(bank, lambda _: values)
-                          for name, values in standardised(each_answer(bank)).items()}
 
+    on_bank = {}
+    for name, values in standardised(each_answer(bank)).items():
+        on_bank[name] = np.reshape(values, (len(bank), -1))
+    return standardised, on_bank
 
+# %% ../nbs/overoptimization.ipynb #ef3597ee
 def foretell(
     rewards: np.ndarray,           # (instructions, N) of a bank
     marks: dict[str, np.ndarray],  # of the bank, likewise
@@ -206,7 +216,67 @@ def _check_temperature(cfg: OverConfig):
         if sampled not in (None, cfg.temperature):
             raise ValueError(f'temperature = {cfg.temperature}: {name} was sampled at {sampled}')
 
+# %% ../nbs/overoptimization.ipynb #85b47e71
+class Measures(NamedTuple):
+    "What measures answers, and what it gives for the bank: arrays (instructions, N)."
+    bank: list[dict]
+    crowd: Callable             # records -> preferences over the references, from 1 to 2
+    marks: Callable             # records -> standardised marks by name
+    bank_marks: dict            # by name
+    rewards: dict[str, tuple]   # by proxy: records -> standardised rewards, and the bank's
 
+# %% ../nbs/overoptimization.ipynb #45f21053
+def _make_measures(cfg: OverConfig, world: World, bank, crowd, proxies) -> Measures:
+    "Load all rewards, and measure the bank."
+    marks, bank_marks = standard_marks(world, bank)
+    rewards = {}
+    for proxy in dict.fromkeys((*cfg.proxies, *proxies)):
+        rewards[proxy] = standard_reward(reward(proxy, cfg, cfg.template), bank)
+    return Measures(bank, crowd, marks, bank_marks, rewards)
+
+# %% ../nbs/overoptimization.ipynb #ca96f211
+def _bank_rows(cfg: OverConfig, measures: Measures) -> tuple:
+    "Rows of curves of best-of-n, and of forecasts, by each proxy."
+    logprob = np.array([c['logprob'] for c in measures.bank])
+    preferred = _score_bank(measures.bank, measures.crowd)
+    curves, forecasts = [], []
+    for proxy in cfg.proxies:
+        labels = _label_name(proxy)
+        _, rewards = measures.rewards[proxy]
+        utility = measures.bank_marks['utility']
+        curves += _bank_curve(
+            rewards, utility, preferred, logprob, method='best_of_n', labels=labels)
+        for target in np.arange(.1, rewards.max(1).mean(), .1):
+            forecasts += foretell(rewards, measures.bank_marks, target, labels=labels)
+    return curves, forecasts
+
+# %% ../nbs/overoptimization.ipynb #f73908ca
+def _policy_rows(cfg: OverConfig, measures: Measures, proxies: dict, folder) -> tuple:
+    "Rows of curves and of forecasts, for each checkpoint of each policy."
+    todo = []
+    for policy in cfg.policies: todo += [(policy, *saved) for saved in checkpoints(policy)]
+    records = [dict(r, output='') for r in measures.bank]
+    sft = load_policy(cfg.policy, cfg)
+    show = Progress(folder.folder.name, len(todo))
+    curves, forecasts = [], []
+    for i, (policy, step, path) in enumerate(todo, 1):
+        proxy = proxies[policy]
+        score, rewards = measures.rewards[proxy]
+
+        def scores(records):
+            by_name = dict(measures.marks(records), proxy=score(records))
+            return by_name | dict(crowd=measures.crowd(records))
+        found = measure_policy(path, records, scores, sft, cfg)
+        columns = dict(method=_method_name(policy), labels=_label_name(proxy), at=step)
+        point = {name: found[name] for name in ('proxy', 'utility', 'crowd', 'kl')}
+        curves.append(_curve_point(**point, **columns, run=policy))
+        forecasts += foretell(
+            rewards, measures.bank_marks, found['proxy'].mean(), found, **columns)
+        folder.log(i, **{k: v for k, v in curves[-1].items() if k != 'each'})
+        show(i)
+    return curves, forecasts
+
+# %% ../nbs/overoptimization.ipynb #94f66e19
 # at: n, or the step of the checkpoint; run: folder of the policy
 _COLUMNS = ('method labels kl kl_bound proxy proxy_low proxy_high utility utility_low utility_high '
             'crowd at run')
@@ -227,56 +297,18 @@ def run(cfg: OverConfig):
     judge = load_annotators(world.path(world.held_out), cfg)
     folder.load()
     proxies = {policy: _policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
-    marks, on_bank = standard_marks(world, bank)
-    scale = {}
-    for spec in dict.fromkeys((*cfg.proxies, *proxies.values())):
-        scale[spec] = standard_reward(reward(spec, cfg, cfg.template), bank)
-
-    def crowd(records):   # (records,) expected preferences over the references to the same prompt
+    def crowd(records):
         return check_preferences(np.concatenate(answer_preferences(records, references, judge)))
-
-    # best-of-n, by each proxy
-    logprob = np.array([c['logprob'] for c in bank])
-    preferred = _score_bank(bank, crowd)
-    rows = []
-    for proxy in cfg.proxies:
-        rows += _bank_curve(
-            scale[proxy][1],
-            on_bank['utility'],
-            preferred,
-            logprob,
-            method='best_of_n',
-            labels=_label_name(proxy))
-    # policies, at each checkpoint
-    todo = []
-    for policy in cfg.policies: todo += [(policy, *saved) for saved in checkpoints(policy)]
-    records = [dict(r, output='') for r in bank]
-    sft = load_policy(cfg.policy, cfg)
-    show = Progress(folder.folder.name, len(todo))
-    foretold = []
-    for proxy in cfg.proxies:   # the path
-        rewards = scale[proxy][1]
-        for target in np.arange(.1, rewards.max(1).mean(), .1):
-            foretold += foretell(rewards, on_bank, target, labels=_label_name(proxy))
-    for i, (policy, step, path) in enumerate(todo, 1):
-        standardised, rewards = scale[proxies[policy]]
-        columns = dict(method=_method_name(policy), labels=_label_name(proxies[policy]), at=step)
-
-        def scores(records):
-            return dict(marks(records), proxy=standardised(records), crowd=crowd(records))
-        found = measure_policy(path, records, scores, sft, cfg)
-        point = {name: found[name] for name in ('proxy', 'utility', 'crowd', 'kl')}
-        rows.append(_curve_point(**point, **columns, run=policy))
-        foretold += foretell(rewards, on_bank, found['proxy'].mean(), found, **columns)
-        folder.log(i, **{k: v for k, v in rows[-1].items() if k != 'each'})
-        show(i)
-
-    curves = pd.DataFrame(rows, columns=_COLUMNS.split())
-    write_csv(folder, 'curves.csv', curves, float_format='%.5f')
-    table = pd.DataFrame(foretold, columns=_FORETOLD.split())
+    measures = _make_measures(cfg, world, bank, crowd, proxies.values())
+    of_bank = _bank_rows(cfg, measures)
+    of_policies = _policy_rows(cfg, measures, proxies, folder)
+    curves, forecasts = (own + more for own, more in zip(of_bank, of_policies))
+    table = pd.DataFrame(curves, columns=_COLUMNS.split())
+    write_csv(folder, 'curves.csv', table, float_format='%.5f')
+    table = pd.DataFrame(forecasts, columns=_FORETOLD.split())
     write_csv(folder, 'forecasts.csv', table, float_format='%.5f')
-    folder.write('utilities.json', [r['each'].round(5).tolist() for r in rows])
-    folder.finish(instructions=len(bank), points=len(rows))
+    folder.write('utilities.json', [r['each'].round(5).tolist() for r in curves])
+    folder.finish(instructions=len(bank), points=len(curves))
     return folder
 
 # %% ../nbs/overoptimization.ipynb #76568580

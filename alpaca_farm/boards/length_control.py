@@ -74,7 +74,7 @@ def _sandwich_error(x, y, beta, spread, at) -> float:
     g = ((p*(1 - p))[:, None]*at).mean(0)
     return standard_error(p - p.mean() + len(y)*u @ np.linalg.solve(H, g))
 
-
+# %% ../../nbs/boards/length_control.ipynb #ae0ed4a7
 def controlled_win_rate(
     preference,    # (N,), nan without a verdict
     length_terms,  # (N,) of `length_term`

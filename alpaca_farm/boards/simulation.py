@@ -60,7 +60,7 @@ def _some_methods(tables: dict, kept) -> dict:
     columns = {name: tables[name][..., kept] for name in _COLUMNS}
     return dict(names=[tables['names'][k] for k in kept]) | columns
 
-
+# %% ../../nbs/boards/simulation.ipynb #5a8fb0ee
 def _correlations(tables: dict, seed: int) -> dict[str, float]:
     "Spearman's correlations of the columns, over all rows and over the methods that gain."
     every = np.arange(len(tables['names']))
@@ -73,7 +73,6 @@ def _correlations(tables: dict, seed: int) -> dict[str, float]:
             r = spearman_interval(some[a], some[b], seed=seed)
             found |= r.columns(f'spearman_{a}_{b}{end}')
     return found
-
 
 # %% ../../nbs/boards/simulation.ipynb #732e8620
 def _method_differences(preferences, names: list[str], seed: int = 0):

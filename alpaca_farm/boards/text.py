@@ -40,7 +40,7 @@ def _word_ngrams(text: str, n: int) -> list[tuple]:
     words = re.findall(r"\w+(?:['’]\w+)*", text.lower())
     return list(zip(*(words[i:] for i in range(n))))
 
-
+# %% ../../nbs/boards/text.ipynb #590cf48f
 def _repetition(text: str) -> float:
     "Share of trigrams that occur earlier in the same text; 0 for fewer than three words."
     trigrams = _word_ngrams(text, 3)
@@ -70,7 +70,7 @@ def answer_mean(feature):
         return float(np.mean(means))
     return column
 
-
+# %% ../../nbs/boards/text.ipynb #63d79834
 def _variety(outputs: list[dict]) -> float:
     "Distinct-2 of all answers together."
     texts = []

@@ -6,8 +6,7 @@
 __all__ = ['FEWEST_LABELS', 'plain', 'standard_error', 'sigmoid', 'win_rate', 'Interval', 'bootstrap_draws', 'bootstrap',
            'replicate_interval', 'holm', 'wilson', 'win_rate_interval', 'spearman', 'spearman_interval',
            'one_hot_votes', 'vote_mode', 'agreement', 'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean',
-           'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights',
-           'fit_overoptimization', 'overoptimization_curve']
+           'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -23,18 +22,18 @@ def plain(x):
     "A float for a single number, else the array."
     return float(x) if np.ndim(x) == 0 else x
 
-
+# %% ../../nbs/core/stats.ipynb #04412729
 def standard_error(values) -> float:
     "Compute the standard error of the mean over the first axis; nan for fewer than two values."
     if len(values) < 2: return math.nan
     return plain(np.std(values, axis=0, ddof=1)/math.sqrt(len(values)))
 
-
+# %% ../../nbs/core/stats.ipynb #d5e16bcb
 def sigmoid(z, limit: float = 500) -> np.ndarray:
     "Turn log-odds, clipped to +-`limit`, into a probability by the logistic function."
     return 1/(1 + np.exp(-np.clip(z, -limit, limit)))
 
-
+# %% ../../nbs/core/stats.ipynb #c0d2162e
 def win_rate(
     preferences,  # (N,) in [1, 2]
 ) -> dict:        # AlpacaEval's names
@@ -58,7 +57,7 @@ class Interval(NamedTuple):
         "Name the estimate `name` and its ends `_low` and `_high`, as a board does."
         return {name: self.value, f'{name}_low': self.low, f'{name}_high': self.high}
 
-
+# %% ../../nbs/core/stats.ipynb #9b7c093c
 def bootstrap_draws(
     values,              # (N, ...), whose rows are resampled
     statistic=np.mean,   # f(sample, axis)
@@ -77,7 +76,7 @@ def bootstrap_draws(
         draws.append(statistic(values[rows], axis=1))
     return np.concatenate(draws)
 
-
+# %% ../../nbs/core/stats.ipynb #765a28a7
 def bootstrap(
     values,             # (N, ...), whose rows are resampled
     statistic=np.mean,  # f(sample, axis)
@@ -156,7 +155,7 @@ def _centred_ranks(values) -> np.ndarray:
     ranks = rankdata(values, axis=-1)
     return ranks - ranks.mean(-1, keepdims=True)
 
-
+# %% ../../nbs/core/stats.ipynb #54f32b06
 def spearman(x, y) -> np.ndarray:
     "Correlate ranks along the last axis; nan where one side is constant."
     a = _centred_ranks(x)
@@ -190,7 +189,7 @@ def one_hot_votes(
     raise ValueError(f'vote of annotator {i} on item {j} is {votes[i, j]:g}: votes are 1, 1.5 or '
                      '2. Sample votes from soft labels first')
 
-
+# %% ../../nbs/core/stats.ipynb #fffe49b5
 def vote_mode(
     counts,  # (..., 3, items) of votes for first, tie, second
 ) -> np.ndarray:  # the same; zero for items without votes
@@ -213,12 +212,12 @@ def agreement(
     if not compared.any(): raise ValueError('agreement needs items with at least two votes')
     return float((counts*modes*left_out[:, None]).sum()/compared.sum())
 
-
+# %% ../../nbs/core/stats.ipynb #51ef0178
 def variance(votes) -> float:
     "Compute the error of single votes against the mode of the annotator's other votes."
     return 1 - agreement(votes)
 
-
+# %% ../../nbs/core/stats.ipynb #209d10af
 def bias(
     votes,   # (repetitions, items) of an annotator
     people,  # (people, items)
@@ -240,7 +239,7 @@ def two_votes_agree(
     q = other - 1
     return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
 
-
+# %% ../../nbs/core/stats.ipynb #c7bdf465
 def off_diagonal_mean(matrix: np.ndarray) -> float:
     "Average a table of all annotators against all, without each against itself."
     return float((matrix.sum() - matrix.trace())/(matrix.size - len(matrix)))
@@ -265,7 +264,7 @@ def best_of_n_weights(
     last = rankdata(scores, 'max', axis=-1).astype(int)
     return (up_to[last] - up_to[first - 1])/(last - first + 1)
 
-
+# %% ../../nbs/core/stats.ipynb #76df51fb
 def best_of_n_value(
     scores,  # (..., N) of the proxy that chooses
     values,  # (..., N): a utility, win rate, length, or the scores themselves
@@ -318,35 +317,3 @@ def tilted_weights(
         raise ValueError(f'mean reward {target:.3g}: {effective:.1f} samples of {rewards.shape[1]} '
                          'carry the weight, too few to tell. Take more samples')
     return weights
-
-# %% ../../nbs/core/stats.ipynb #72c0c670
-def _curve_basis(d, form: str) -> np.ndarray:
-    "The two columns (K, 2) whose weights are a and b, at the distances `d` (K,)."
-    d = np.asarray(d, dtype=float)
-    if not (d >= 0).all(): raise ValueError('d, the root of a KL divergence, must be 0 or more')
-    if form == 'best_of_n': return np.stack([d, -d*d], -1)
-    if form == 'rl': return np.stack([d, -d*np.log(np.where(d > 0, d, 1))], -1)
-    raise ValueError(f'form = {form!r}: choose "best_of_n", d (a - b d), or "rl", d (a - b log d)')
-
-
-def fit_overoptimization(
-    d,          # (K,) distances from the start, the root of the KL divergence
-    r,          # (K,) scores, 0 at the start
-    form: str,  # best_of_n or rl
-) -> tuple[float, float]:
-    "Fit a and b of a curve by least squares; ValueError without two different distances."
-    basis = _curve_basis(d, form)
-    if len(np.unique(basis[basis[:, 0] > 0, 0])) < 2:
-        raise ValueError('a curve needs at least two different distances above 0')
-    a, b = np.linalg.solve(basis.T @ basis, basis.T @ np.asarray(r, dtype=float))
-    return float(a), float(b)
-
-
-def overoptimization_curve(
-    d,          # (K,) distances from the start
-    a: float,   # rise at the start
-    b: float,   # decline
-    form: str,  # best_of_n or rl
-) -> np.ndarray:
-    "Compute the score (K,) at each distance."
-    return _curve_basis(d, form) @ np.array([a, b])

@@ -12,8 +12,8 @@ from alpaca_farm import world
 from alpaca_farm import eval as ev
 from alpaca_farm.boards import compare
 from alpaca_farm.boards.farm_board import _people_labels
-from alpaca_farm.boards.corrected import correct_rate, corrected_difference, corrected_rate
-from alpaca_farm.boards.corrected import correction_report, judge_agreement, match_labels
+from alpaca_farm.boards.corrected import people_win_rate, people_difference, estimate_strata
+from alpaca_farm.boards.corrected import explain_win_rate, judge_agreement, match_labels
 from alpaca_farm.boards.corrected import plan_labels, ppi_mean
 from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.core.ask.store import Store
@@ -79,24 +79,24 @@ def stratified(rate, draws, n=(15, 45), N=(600, 200), seed=0):
 @pytest.mark.parametrize('rate', [.1, .5])
 def test_strata_are_weighted_by_their_known_shares(rate):
     parts, truth = stratified(rate, 1500)
-    c = corrected_rate(parts)
+    c = estimate_strata(parts)
     each = [ppi_mean(*p)[0] for p in parts]
     assert c.rate.value == pytest.approx(np.clip(.75*each[0] + .25*each[1], 0, 1))
     assert c.labels.value == pytest.approx(.75*parts[0][0].mean(-1) + .25*parts[1][0].mean(-1))
     for i in (c.rate, c.labels):
         assert .94 < np.mean((i.low <= truth) & (truth <= i.high))
         assert ((0 <= i.low) & (i.low <= i.high) & (i.high <= 1)).all()
-    one = corrected_rate(parts[:1])     # a single stratum: no matter how it is called
-    alone = corrected_rate([[x[0] for x in parts[0]]])
+    one = estimate_strata(parts[:1])     # a single stratum: no matter how it is called
+    alone = estimate_strata([[x[0] for x in parts[0]]])
     assert one.labels.low[0] == pytest.approx(alone.labels.low)
 
 
 def test_worth_is_between_nothing_and_all():
     for flip, least, most in ((.5, 95, 115), (.2, 130, 200), (0, 350, 700)):
         y, f = people_and_judge(.4, flip, (200, 800))
-        assert least < np.mean(corrected_rate([draw(y, f, 100)]).worth) < most
+        assert least < np.mean(estimate_strata([draw(y, f, 100)]).worth) < most
     y = people_and_judge(.4, 0, (30,))[0]
-    everything = corrected_rate([(y, y, y[:0])])          # all labelled: no judge is needed
+    everything = estimate_strata([(y, y, y[:0])])          # all labelled: no judge is needed
     assert everything.rate == everything.labels and everything.worth == pytest.approx(30)
 
 
@@ -110,7 +110,7 @@ def test_the_plan_for_two_policies_is_what_200_draws_needed(agreement):
     plan = plan_labels(g[0], agreement, within)
     f, y = ((1 + x[..., 1] - x[..., 0])/2 for x in (g, y))
     for n, used in ((plan.with_judge, True), (plan.without, False)):
-        c = corrected_rate([draw(y, f, math.ceil(n))])
+        c = estimate_strata([draw(y, f, math.ceil(n))])
         interval = c.rate if used else c.labels
         assert np.mean(interval.high - interval.low) == pytest.approx(within, rel=.04)
     assert plan.with_judge < plan.without
@@ -161,10 +161,10 @@ def test_the_same_answer_twice_is_a_half_that_needs_no_label(tmp_path):
                  drawn='random') for i in range(40) if i % 4]
     own = match(tmp_path, rows, outputs, references)
     judged = complete_preferences(outputs, references, longest)
-    c, has = correct_rate(judged, own), ~np.isnan(own.votes)
+    c, has = people_win_rate(judged, own), ~np.isnan(own.votes)
     assert own.same.sum() == 20 and has.sum() == 30
     assert c.rate.value == pytest.approx(.25*50 + .75*100*own.votes[has].mean())
-    gap = corrected_difference((judged, own), (judged, own))
+    gap = people_difference((judged, own), (judged, own))
     assert gap.value == 0 and gap.low == -gap.high
 
 
@@ -186,7 +186,7 @@ def test_bad_labels_are_named_before_anybody_is_asked(tmp_path, rows, message):
 
 def test_what_makes_a_correction_doubtful_is_said(tmp_path, capsys):
     judged = complete_preferences(MINE, REFERENCES, longest)
-    def report(rows): return ' '.join(correction_report('mine', 'longest', judged,
+    def report(rows): return ' '.join(explain_win_rate('mine', 'longest', judged,
                                                         match(tmp_path, rows)))
     plain = report(random_rows())
     assert 'nan' not in plain and 'drawn at random' not in plain and 'random draw' not in plain
@@ -201,9 +201,9 @@ def test_what_makes_a_correction_doubtful_is_said(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "1 of 41 labelled pairs are not among those judged (such as 'Of" in said
     with pytest.raises(ValueError, match='verdict on 0 of 40 labelled'):
-        correct_rate(np.full(80, np.nan), match(tmp_path, random_rows()))
+        people_win_rate(np.full(80, np.nan), match(tmp_path, random_rows()))
     partly = np.where(np.arange(80) % 4 == 0, np.nan, judged)    # on half of the labelled
-    assert not np.isnan(np.r_[correct_rate(partly, match(tmp_path, random_rows())).rate]).any()
+    assert not np.isnan(np.r_[people_win_rate(partly, match(tmp_path, random_rows())).rate]).any()
 
 
 def test_strata_must_be_those_that_were_drawn_from(tmp_path):
@@ -218,13 +218,13 @@ def test_strata_must_be_those_that_were_drawn_from(tmp_path):
         f, has, sides = judged - 1, ~np.isnan(own.votes), np.sign(judged - 1.5)
         parts = [(own.votes[s & has], f[s & has], f[s & ~has])
                  for s in (sides == k for k in (-1, 0, 1))]
-        assert correct_rate(judged, own).rate.value == pytest.approx(
-            100*corrected_rate(parts).rate.value)
+        assert people_win_rate(judged, own).rate.value == pytest.approx(
+            100*estimate_strata(parts).rate.value)
         with pytest.raises(ValueError, match='not in the stratum'):
-            correct_rate(judged, own._replace(stratum=-own.stratum))
+            people_win_rate(judged, own._replace(stratum=-own.stratum))
     none = np.where(sides == 1, np.nan, own.votes)
     with pytest.raises(ValueError, match='none in one of the strata'):
-        correct_rate(judged, own._replace(votes=none))
+        people_win_rate(judged, own._replace(votes=none))
 
 
 # where a user meets it
@@ -271,7 +271,7 @@ def test_papermill_corrects_a_board_by_labels(answers, tmp_path):
     own = match_labels(labels, dict(m=(read_json(answers/'skilled.json'),
                                        read_json(answers/'reference.json'))))['m']
     judged = np.array(read_json(out/'preferences.json')['pool']['skilled'])
-    c = correct_rate(judged, own)
+    c = people_win_rate(judged, own)
     row = board.loc['skilled']
     names = ['corrected', 'corrected_low', 'corrected_high', 'labels_alone', 'worth']
     assert row[names].tolist() == pytest.approx([*c.rate, c.labels.value, c.worth], abs=1e-3)
@@ -301,7 +301,7 @@ def test_two_policies_on_the_same_instructions(answers, tmp_path, capsys):
     has = ~np.isnan(both[0][1].votes + both[1][1].votes)
     assert has.sum() == 30           # one draw of instructions for both
     f, y = ((1 + b - a)/2 for a, b in zip(*([p, own.votes] for p, own in both)))
-    gap = corrected_difference(*both)
+    gap = people_difference(*both)
     assert gap.value == pytest.approx(200*ppi_mean(y[has], f[has], f[~has])[0] - 100)
     assert gap.low < gap.value < gap.high
 
@@ -381,7 +381,7 @@ def test_labels_of_public_data_are_recovered_from_a_part(data, n):
     known = ~np.isnan(judge + y)
     f, y = judge[known] - 1, y[known] - 1
     order = np.argsort(np.random.default_rng(0).random((500, len(y))), axis=1)
-    c = corrected_rate([draw(y[order], f[order], n)])
+    c = estimate_strata([draw(y[order], f[order], n)])
     error = c.rate.value - y.mean()
     assert abs(error.mean()) < 4*error.std()/math.sqrt(500)
     assert np.mean((c.rate.low <= y.mean()) & (y.mean() <= c.rate.high)) > .93

@@ -85,14 +85,15 @@ def test_no_verdict_is_no_tie_and_no_loss(capsys):
     notes = [line for line in capsys.readouterr().out.splitlines() if 'no verdict' in line]
     assert notes == [f'mine under {name}: no verdict on 3 of 12 instructions (25.0%)'
                      for name in ('shy', 'pool')]
-    for name in ('shy', 'pool', 'pool_votes'):
-        assert np.flatnonzero(np.isnan(judged[name]['mine'])).tolist() == [0, 5, 7], name
-    answered = ~np.isnan(judged['shy']['mine'])
+    shy, pool, bold = (judged[name] for name in ('shy', 'pool', 'bold'))
+    for found in (shy.expected, pool.expected, pool.votes):
+        assert np.flatnonzero(np.isnan(found['mine'])).tolist() == [0, 5, 7]
+    answered = ~np.isnan(shy.expected['mine'])
     board = leaderboards.leaderboard(judged, methods, 'x', n=50).set_index('method')
     assert board.shy_unanswered.to_dict() == dict(mine=3, reference=0)
     won = board.shy['mine']
-    assert won == pytest.approx(100*(judged['bold']['mine'][answered] - 1).mean())
-    row = leaderboards.alpaca_eval_rows(judged['shy'], methods, REFERENCES, 'shy', 'x').loc['mine']
+    assert won == pytest.approx(100*(bold.expected['mine'][answered] - 1).mean())
+    row = leaderboards.alpaca_eval_rows(shy.expected, methods, REFERENCES, 'shy', 'x').loc['mine']
     assert (row.n_total, row.n_unanswered, row.win_rate) == (9, 3, pytest.approx(won))
     def lazy(pairs): return [1]
     assert len(preferences.verdicts_over(MINE, REFERENCES, silent_on_three)) == 9
@@ -187,7 +188,8 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, endpoint):
     pool = load_annotators('alpaca_farm', cfg)
     refs, outputs = answers(lambda i: ['x', 'yy'], 30), answers(lambda i: 'long enough', 30)
     judged = judge_all(dict(reference=refs, mine=outputs), refs, dict(pool=pool))
-    assert set(judged) == {'pool'} and (judged['pool']['reference'] == 1.5).all()
-    answered = judged['pool']['mine'][~np.isnan(judged['pool']['mine'])]
+    expected = judged['pool'].expected
+    assert not judged['pool'].votes and (expected['reference'] == 1.5).all()
+    answered = expected['mine'][~np.isnan(expected['mine'])]
     assert len(answered) > 5 and (answered == 2).all()
     assert pool.annotators[0].client.tally.asked <= 3*30

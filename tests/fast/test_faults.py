@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.boards.compare import CompareConfig, differing_settings
+from alpaca_farm.boards.compare import CompareConfig, _differing_settings
 from alpaca_farm.core.model import loading
 from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.run import files, jobs, runs
@@ -394,7 +394,7 @@ def test_a_run_of_an_earlier_version_is_told_and_set_aside(run_of_sft, capsys):
 
 def test_a_digit_of_settings_or_figures_is_seen_by_who_reads_it(base, run_of_sft):
     folder, again = run_of_sft
-    def compared(folder): return differing_settings([folder, folder])
+    def compared(folder): return _differing_settings([folder, folder])
     for name, reader, shown in (('config.json', runs.run_config, compared),
                                 ('summary.json', read_summary, read_summary)):
         text = (folder/name).read_text()

@@ -119,7 +119,7 @@ def test_an_instruction_counts_once_however_many_seeds_have_answered_it(monkeypa
     same, verdict = range(60), np.random.default_rng(0).random(60)
     one, two = boards([same], [verdict]), boards([same]*2, [verdict]*2)
     assert (one.judge == two.judge).all()
-    tables = [decide.decision_table(b, np.full(b.judge.shape, np.nan)) for b in (one, two)]
+    tables = [decide._decision_table(b, np.full(b.judge.shape, np.nan)) for b in (one, two)]
     pd.testing.assert_frame_equal(*tables)   # no interval is narrower
     asked = [p['instruction'] for p in two.pairs['dpo']]
     assert sorted(asked) == sorted(f'{i}?' for i in same)
