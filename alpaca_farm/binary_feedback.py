@@ -14,8 +14,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import (answer_again, answer_eval_split, answer_labels,
-    AnswerConfig, answering, load_split, preflight, prompt_fields, sample_answers, settle)
+from .core.answers import (answer_again, answer_eval_split, AnswerConfig,
+    answering, load_split, prompt_fields, sample_answers)
 from .core.ask.judge_configs import JudgedConfig
 from .core.data.dialogues import prompt_key
 from .core.data.preferences import answer_of, verdicts_over
@@ -25,6 +25,8 @@ from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.model.models import (load_policy, load_reference, logprobs,
     response_logprobs, save_model)
 from .core.model.policy import Policy
+from .core.labelled import answer_labels, hold_out
+from .core.preflight import preflight, settle
 from .core.run.processes import once
 from .core.run.runs import read_log, start
 from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Named, Positive,
@@ -51,7 +53,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     batch_size: Positive = by_size(32, 32)   # answers per optimiser step
     learning_rate: Amount = by_size(3e-4, 2e-5)  # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
-    held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 200, or a fifth if less
+    held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 500, or a fifth if less
     eval_every: Positive = 100               # steps between these measurements
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
     annotators: str = 'runs/world/pool.json'  # judges of the final answers on val; empty: none
@@ -95,17 +97,14 @@ def _load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], i
     records = load_records(cfg.preferences, 'preferences', ('preference', 'output'),
                            cfg.max_instances, cfg.columns)
     if 'preference' not in records[0]: answer_labels(records, cfg.preferences)
-    n = cfg.held_out if cfg.held_out > 0 else min(200, max(1, len(records)//5))
-    kept_apart = {prompt_key(r) for r in records[-n:]}
-    learn = []
-    apart = []
-    for r in records: (apart if prompt_key(r) in kept_apart else learn).append(r)
-    rated = _rate_outputs(learn)
-    measured = _rate_outputs(apart)
+    learn, apart = hold_out(records, cfg.held_out, cfg.seed)
+    rated = _rate_outputs([records[i] for i in learn])
+    measured = _rate_outputs([records[i] for i in apart])
     good = sum(r['good'] > 0 for r in rated)
     if good and measured: return rated, measured, len(learn)
-    raise ValueError(f'{cfg.preferences}: held_out = {n} leaves {good} good answers to learn from '
-                     f'and {len(measured)} answers to measure on, without ties. Both are needed')
+    raise ValueError(f'{cfg.preferences}: held_out = {cfg.held_out} leaves {good} good answers to '
+                     f'learn from and {len(measured)} answers to measure on, without ties. '
+                     'Both are needed')
 
 # %% ../nbs/binary_feedback.ipynb #d6114a60
 def label_accuracy(

@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Len
 import numpy as np
 
-from .core.answers import PromptConfig, settle
+from .core.answers import PromptConfig
+from .core.preflight import settle
 from .core.ask.client import ApiConfig
 from .core.data.preferences import pool_members, preferences_over
 from .core.data.dialogues import prompt_key

@@ -12,13 +12,14 @@ from typing import Annotated
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
-    preflight, sample_answers, SampleConfig, settle)
+from .core.answers import (answer_again, answer_eval_split, AnswerConfig,
+    load_split, sample_answers, SampleConfig)
 from .core.data.records import each_answer, find_file, load_records, read_rows
 from .core.run.files import at_root, write_json
 from .core.run.jobs import add_times, Job, run_or_fail
 from .core.model.models import load_policy, load_tokenizer, save_model
 from .core.model.rewards import label_count, reward, RewardConfig
+from .core.preflight import preflight, settle
 from .core.run.progress import tell
 from .core.run.runs import start
 from .core.run.settings import (Amount, by_size, command, Count, HardwareConfig,

@@ -17,7 +17,7 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import answer_again, load_split, mean_figures, preflight, settle
+from .core.answers import answer_again, load_split
 from alpaca_farm.core.functional import (gae, has_spread, kl_estimate, KL_KINDS, masked_mean,
     masked_var, masked_whiten)
 from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
@@ -27,10 +27,12 @@ from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load
 from .core.run.processes import rank
 from .core.model.policy import Policy
 from .core.model.rewards import reward
+from .core.preflight import preflight, settle
 from .core.run.runs import start
 from .core.model.served import use_sampler
 from .core.run.settings import Amount, by_size, command, Positive, Scale, Schedule, Share
-from .core.training import Trainer
+from .core.stats import mean_figures
+from .core.training import step_seed, Trainer
 
 # %% ../nbs/ppo.ipynb #5e5c2420
 def ppo_policy_loss(
@@ -289,7 +291,7 @@ def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) ->
     "Make all passes over one rollout; means of the figures over its optimiser steps, if any."
     updates = []
     for epoch in range(cfg.ppo_epochs):
-        g = torch.Generator().manual_seed((cfg.seed * 1_000_003 + trainer.step) * 101 + epoch)
+        g = torch.Generator().manual_seed(step_seed(cfg.seed, trainer.step) * 101 + epoch)
         prompts = torch.randperm(cfg.rollouts // cfg.group, generator=g)
         order = (prompts[:, None] * cfg.group + torch.arange(cfg.group)).flatten()
         for rows in order.split(cfg.batch_size):
@@ -335,7 +337,7 @@ def train(cfg: PPOConfig):
         rows = rollout_indices(len(prompts), step, cfg)
         batch, answered = sample_rollout(
             policy, [records[i] for i in rows], [prompts[i] for i in rows], cfg,
-            seed=cfg.seed * 1_000_003 + step)
+            seed=step_seed(cfg.seed, step))
         scores, scored = rollout_scores(reward_of, answered, trainer.extra, cfg)
         batch, figures = experience(policy, reference, value, batch, scores.to(policy.device), cfg)
         figures |= scored | dict(kl_coef=cfg.kl_coef)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .core.answers import settle
 from .core.data.preferences import answer_of
 from .core.data.records import load_records
 from .core.data.dialogues import full_instruction
@@ -24,12 +23,14 @@ from .core.functional import has_spread
 from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
 from .core.model.policy import Policy
 from .core.model.rewards import score_records
+from .core.preflight import settle
 from .core.run.runs import start
 from .core.run.settings import (Amount, Arguments, by_size, command, Count, Named,
     Positive, Schedule, Template, TrainConfig)
 from .core.stats import wilson
 from .core.data.text import check_positions, encode
-from .core.training import answer_batch, batches, hold_out, Trainer
+from .core.labelled import hold_out
+from .core.training import answer_batch, batches, Trainer
 
 # %% ../nbs/reward_model.ipynb #a04d06b0
 @dataclass

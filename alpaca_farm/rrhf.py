@@ -14,8 +14,8 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import (answer_again, answer_eval_split, AnswerConfig, end_turns,
-    mean, preflight, sample, SampleConfig, settle)
+from .core.answers import (answer_again, answer_eval_split, AnswerConfig,
+    end_turns, sample, SampleConfig)
 from .core.data.records import (each_answer, LISTS, load_records, merge_candidates,
     select_candidates, without_lists)
 from alpaca_farm.core.data.text import (collate, decode, encode_prompts, encode_responses,
@@ -26,12 +26,14 @@ from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
 from .core.model.policy import Policy
 from .core.model.rewards import label_count, reward, RewardConfig
+from .core.preflight import preflight, settle
 from .core.run.files import read_json
 from .core.run.processes import once
 from .core.run.runs import read_log, start
 from .core.run.settings import (Amount, as_list, by_size, command, Count, Named,
     Positive, Schedule, TrainConfig)
-from .core.training import batches, Trainer
+from .core.stats import mean
+from .core.training import batches, step_seed, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
@@ -222,7 +224,7 @@ def _candidate_pool(
     queries, prompts = zip(*queries)
     name = _pool_name(step)
     if once(run.path(name).exists): return list(zip(read_json(run.path(name)), prompts))
-    seed = cfg.seed * 1_000_003 + step + 1
+    seed = step_seed(cfg.seed, step + 1)
     tokenizer = policy.tokenizer
     pool = _add_own_candidates(policy, queries, prompts, cfg, seed)
     pool = [_limit_candidates(q, p, tokenizer, cfg) for q, p in zip(pool, prompts)]

@@ -12,12 +12,12 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import torch
 
-from alpaca_farm.core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
-    preflight, settle)
+from .core.answers import answer_again, answer_eval_split, AnswerConfig, load_split
 from .core.data.dialogues import prompt_key, prompt_messages
 from .core.data.formats import notice
 from .core.model.models import load_policy, logprobs, save_model
 from .core.model.policy import Policy
+from .core.preflight import preflight, settle
 from .core.run.runs import read_log, start
 from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Named, Positive,
     TrainConfig)

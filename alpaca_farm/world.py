@@ -26,7 +26,8 @@ from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
 from .worlds.embedded.crowd import (  # those without sample or write are named by settings
     crowd, gold, held_out_crowd, judge, length_biased, Population, pool, read_population,
     sample_crowd, sample_pool, vain_judge, write_population)
-from .worlds.embedded.grammar import is_held_out, render, request_of, sample_request
+from alpaca_farm.worlds.embedded.grammar import (is_held_out, render, request_of,
+    right_answers, sample_request)
 from .worlds.embedded.lexicon import ASKERS
 from .worlds.embedded.prose import sample_page
 
@@ -187,6 +188,7 @@ def _write_judges(cfg: WorldConfig, run):
     here = module_of('world')
     write_world(run, reader=f'{here}:read_population', label_flip=cfg.flips,
                 utility=f'{here}:utility', marks=f'{here}:utility_parts',
+                right=f'{here}:right_answers',
                 ways=['longest', 'utility', 'likeliest', f'{here}:best_without_labels'])
 
 # %% ../nbs/world.ipynb #e0ffa006

@@ -15,7 +15,7 @@ from .corrected import match_labels, read_people_labels
 from .judged import answers_to, judge_all, read_answers
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from .text import TEXT_COLUMNS, word_scorer
-from ..core.answers import choose_best, score_candidates
+from ..best_of_n import choose_best, score_candidates
 from ..core.data.dialogues import full_instruction, prompt_key
 from alpaca_farm.core.data.preferences import (answer_preferences, match_prompts, output_texts,
     pair_up)

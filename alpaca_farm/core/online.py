@@ -14,7 +14,7 @@ from annotated_types import Ge
 import torch
 
 from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_split,
-    mean, prompt_fields, sample, sample_answers, SampleConfig)
+    prompt_fields, sample, sample_answers, SampleConfig)
 from .data.preferences import pair_up, with_verdict
 from .data.dialogues import prompt_key
 from .ask.judge_configs import JudgedConfig
@@ -28,9 +28,9 @@ from .model.rewards import label_count, RewardConfig
 from .run.runs import read_log
 from .model.served import check_sampler
 from .run.settings import by_size, Count, Named, Positive, Scale, TrainConfig
-from .stats import win_rate
+from .stats import mean, win_rate
 from .data.text import decode, rollout_batch
-from .training import Trainer
+from .training import step_seed, Trainer
 
 # %% ../../nbs/core/online.ipynb #7ab8bac0
 @dataclass
@@ -89,7 +89,7 @@ def prompt_indices(
     first = (step - 1) * per_step
     order = []
     for epoch in range(first // n, (first + per_step - 1) // n + 1):
-        g = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
+        g = torch.Generator().manual_seed(step_seed(cfg.seed, epoch))
         order += torch.randperm(n, generator=g).tolist()
     return order[first % n:][:per_step]
 
