@@ -99,7 +99,7 @@ def _check_prompts(run, data: dict):
         if shared: print(f'{shared} of {len(prompts)} prompts are also in {name}: '
                          'their answers say little about new prompts')
 
-
+# %% ../nbs/bring_your_own.ipynb #9526af16
 def _read_own(run) -> tuple:
     "The data by setting, and the judges; ValueError if the model is no causal language model."
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -125,7 +125,7 @@ def _read_own(run) -> tuple:
         preferences_over([one], [other], judge)
     return data, judges
 
-
+# %% ../nbs/bring_your_own.ipynb #ccca8f0f
 def divide_prompts(cfg: BringYourOwnConfig, prompts: list[dict]) -> dict[str, list[dict]]:
     "Deal the prompts among the splits, at random."
     order = np.random.default_rng(cfg.seed//2).permutation(len(prompts))
@@ -138,8 +138,30 @@ def divide_prompts(cfg: BringYourOwnConfig, prompts: list[dict]) -> dict[str, li
     return dict(eval=shuffled[:judged], val=shuffled[judged:chosen], preference=learned,
                 unlabeled=learned)
 
+# %% ../nbs/bring_your_own.ipynb #da37c58c
+def _method_sizes(
+    cfg: BringYourOwnConfig,
+    name: str,       # of the method
+    trained: dict,   # settings of whatever is trained, and answers
+    many: dict,      # of a run that only samples, n answers to a prompt
+) -> dict | None:
+    "Return the settings of one method's run; None where it is not asked for."
+    row = METHODS[name]
+    if name not in cfg.methods: return None
+    if row['samples'] == 'only': return many
+    settings = trained | dict(eval_temperature=cfg.temperature) | row['own']
+    settings['max_prompt'] = cfg.max_prompt + row['control']
+    if row['samples'] == 'training': settings['temperature'] = cfg.temperature
+    if 'learning_rate' in row['settings']: settings['learning_rate'] = None   # not the toy's
+    return settings
+
 # %% ../nbs/bring_your_own.ipynb #1c75120c
 _SAMPLED = dict(base=1, references=1, sft_greedy=1, samples=2)   # samples of each prompt
+
+
+def _given_recipe(cfg: BringYourOwnConfig) -> dict[str, dict]:
+    "Read the user's own settings by run; they count before all others."
+    return read_yaml(at_root(cfg.recipe)) if cfg.recipe else {}
 
 
 def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
@@ -147,32 +169,22 @@ def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
     changed = cfg.changed()
     prompted = {k: changed[k] for k in ('template', 'template_arguments') if k in changed}
     trained = prompted | {k: changed[k] for k in HardwareConfig.__annotations__ if k in changed}
-    answering = dict(max_prompt=cfg.max_prompt, max_new_tokens=cfg.max_new_tokens)
-    sampled = prompted | answering | dict(temperature=cfg.temperature)
+    limits = dict(max_prompt=cfg.max_prompt, max_new_tokens=cfg.max_new_tokens)
+    sampled = prompted | limits | dict(temperature=cfg.temperature)
+    many = sampled | dict(n=cfg.n)
 
     sizes = {name: sampled | dict(n=n) for name, n in _SAMPLED.items()}
     sizes['sft_greedy']['temperature'] = 0.
-    sizes |= dict(eval_samples=sampled | dict(n=cfg.n), candidates=sampled | dict(n=cfg.n))
-    sizes['annotators'] = dict(label_flip=0.)
-    sizes['sft'] = trained | answering | dict(val_split='', eval_split='')
+    sizes |= dict(eval_samples=many, candidates=many, annotators=dict(label_flip=0.))
+    sizes['sft'] = trained | limits | dict(val_split='', eval_split='')
     sizes['reward_model'] = trained
-    for name, row in METHODS.items():
-        settings = trained | answering | dict(eval_temperature=cfg.temperature)
-        if row['notebook'] in ('ppo', 'quark', 'expert_iteration'):
-            settings['temperature'] = cfg.temperature
-        if row['notebook'] == 'binary_feedback': settings |= dict(annotators='', val_split='')
-        if 'learning_rate' in row['settings']: settings['learning_rate'] = None   # not the toy's
-        if name in ('reward_conditioning', 'quark'): settings['max_prompt'] += 2   # control tokens
-        if name == 'best_of_n': settings = sampled | dict(n=cfg.n)
-        sizes[name] = settings if name in cfg.methods else None
+    for name in METHODS: sizes[name] = _method_sizes(cfg, name, trained | limits, many)
 
     needed = set()
     for name in cfg.methods: needed |= {*METHODS[name]['reads'].values()}
-    for name in ('reward_model', 'candidates'):
-        if name not in needed: sizes[name] = sizes[f'{name}_crowd'] = None
-    sizes.pop('candidates_crowd', None)
-    given = read_yaml(at_root(cfg.recipe)) if cfg.recipe else {}
-    for name, own in given.items():
+    for name in {'reward_model', 'candidates'} - needed: sizes[name] = None
+    if 'reward_model' not in needed: sizes['reward_model_crowd'] = None
+    for name, own in _given_recipe(cfg).items():
         sizes[name] = None if own is None else (sizes.get(name) or {}) | own
     return sizes
 
@@ -188,32 +200,39 @@ def _judged_pairs(cfg: BringYourOwnConfig, splits: dict, judge, labels: bool) ->
     return [dict(r, output_1=longest, output_2=f'{longest} {k}') for k, r in enumerate(records)]
 
 
+def _requests(judge, pairs: list[dict]) -> list[dict]:
+    "Write the requests of a judge or a pool, whose members share the pairs."
+    members = [m.evaluator for m in pool_members(judge) if hasattr(m, 'evaluator')]
+    requests = []
+    for place, evaluator in enumerate(members):
+        shown = pairs[place::len(members)]
+        for at in range(0, len(shown), evaluator.batch_size):
+            requests.append(judge_request(evaluator, shown[at:at + evaluator.batch_size]))
+    return requests
+
+
 def forecast(
     cfg: BringYourOwnConfig,
     splits: dict,    # prompts by split
     judges: list,    # the judge, and the one of the board if it is another
 ) -> dict:  # labels, requests, dollars (at most; None if not known)
     "Print and return what the farm will ask of the judges."
-    said = dict(labels=0, requests=0)
+    labels = 0
+    asked = 0
     dollars = []
     for k, judge in enumerate(judges):
         pairs = _judged_pairs(cfg, splits, judge, labels=k == 0)
-        said['labels'] += len(pairs)
+        labels += len(pairs)
         clients = api_clients(judge)
         if not clients: continue
-        members = [m.evaluator for m in pool_members(judge) if hasattr(m, 'evaluator')]
-        requests = []
-        for place, evaluator in enumerate(members):
-            shown = pairs[place::len(members)]
-            for at in range(0, len(shown), evaluator.batch_size):
-                requests.append(judge_request(evaluator, shown[at:at + evaluator.batch_size]))
+        requests = _requests(judge, pairs)
+        asked += len(requests)
         dollars.append(clients[0].print_forecast(requests))
-        said['requests'] += len(requests)
-    said['dollars'] = None if None in dollars else sum(dollars)
     counts = ', '.join(f'{len(records)} {name}' for name, records in splits.items())
-    print(f'{cfg.model} with prompts {counts}; {said["labels"]} labels by {cfg.judge}'
-          + (f' and {cfg.held_out}' if cfg.held_out else ''))
-    return said
+    by = ' and '.join(filter(None, [cfg.judge, cfg.held_out]))
+    print(f'{cfg.model} with prompts {counts}; {labels} labels by {by}')
+    cost = None if None in dollars else sum(dollars)
+    return dict(labels=labels, requests=asked, dollars=cost)
 
 # %% ../nbs/bring_your_own.ipynb #e408fa70
 def run(cfg: BringYourOwnConfig):
