@@ -231,8 +231,7 @@ def train(cfg: DPOConfig):
         figures = trainer.update(data.labelled_batch(data.order[step - 1], baseline), loss)
         figures['epoch'] = 1 + (step - 1)*cfg.epochs // trainer.total
         trainer.log(**figures, **trainer.evaluate(unseen(), loss))
-        if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, run, f'model-{step}')
+        trainer.keep(policy)
     save_model(policy, run)
     figures = answer_eval_split(policy, run, load_reference(policy, cfg))
     last = read_log(run.folder)[-20:]

@@ -30,7 +30,7 @@ from .core.run.settings import (Amount, Arguments, by_size, command, Count, Name
 from .core.stats import wilson
 from .core.data.text import check_positions, encode
 from .core.labelled import hold_out
-from .core.training import answer_batch, batches, Trainer
+from .core.training import answer_batch, batches, example_lengths, Trainer
 
 # %% ../nbs/reward_model.ipynb #a04d06b0
 @dataclass
@@ -275,7 +275,7 @@ def train(cfg: RewardModelConfig):
     model.config.pooling = cfg.pooling
     check_positions(model, cfg.max_length, 'max_length')
     prompts, answers = pairs['prompts'], pairs['answers']
-    lengths = [len(p) + max(map(len, both)) for p, *both in zip(prompts, *answers)]
+    lengths = example_lengths(prompts, answers)
     order = _prompt_batches(prompts, lengths, cfg.batch_size, cfg.epochs, cfg.seed)
     head = {'score.weight': cfg.head_learning_rate or cfg.learning_rate}
     trainer = Trainer(run, len(order), dict(model=model), head, shown='accuracy')

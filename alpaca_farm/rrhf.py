@@ -88,7 +88,9 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
 # %% ../nbs/rrhf.ipynb #3e438a70
 def _ranked_pairs(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     "Mark where candidate i scores below candidate j and both exist: (B, k, k)."
-    return (scores[:, :, None] < scores[:, None]) & mask[:, :, None] & mask[:, None]
+    below = scores[:, :, None] < scores[:, None]
+    both = mask[:, :, None] & mask[:, None]
+    return below & both
 
 # %% ../nbs/rrhf.ipynb #47f1aadd
 def rrhf_loss(
@@ -100,9 +102,11 @@ def rrhf_loss(
     "Compute the rank loss of each query (Yuan et al., 2023, eq. 2)."
     pairs = _ranked_pairs(scores, mask)
     lead = logps[:, :, None] - logps[:, None]   # of the worse candidate
-    loss = torch.where(pairs, lead, 0).clamp(min=0).sum((1, 2))
+    cost = torch.where(pairs, lead, 0).clamp(min=0)
+    loss = cost.sum((1, 2))
     if reduction == 'sum': return loss
-    return loss / pairs.sum((1, 2)).clamp(min=1)
+    count = pairs.sum((1, 2))
+    return loss / count.clamp(min=1)
 
 # %% ../nbs/rrhf.ipynb #057803a0
 def _candidate_tokens(
@@ -126,20 +130,23 @@ def _limit_candidates(
     "Keep a query's first `cfg.k` different candidates that fit into `cfg.max_length`."
     limit = cfg.max_length - len(prompt)
     answers = _candidate_tokens(query, tokenizer, cfg.template)
-    kept = [i for i in first_places(query['output']) if 0 < len(answers[i]) <= limit][:cfg.k]
+    kept = []
+    for i in first_places(query['output']):
+        if 0 < len(answers[i]) <= limit: kept.append(i)
+    kept = kept[:cfg.k]
     limited = select_candidates(query, kept)
-    sampled = query.get('tokens')
+    sampled = query.get('tokens', [])
     if sampled: limited['tokens'] = [sampled[i] for i in kept if i < len(sampled)]
     return limited
 
 # %% ../nbs/rrhf.ipynb #dca77770
 def _read_queries(cfg: RRHFConfig) -> list[dict]:
     "Read the queries with the candidates of the files, or without any."
-    if cfg.candidates: found = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
-    else:
-        records = load_records(cfg.data, cfg.split, columns=cfg.columns)
-        found = [r | dict.fromkeys(LISTS, []) for r in records]
-    return found[:cfg.max_instances or None]
+    most = cfg.max_instances or None
+    if cfg.candidates: return merge_candidates(cfg.candidates, cfg.sources, cfg.columns)[:most]
+    records = load_records(cfg.data, cfg.split, columns=cfg.columns)
+    without = dict.fromkeys(LISTS, [])
+    return [r | without for r in records[:most]]
 
 
 def _load_queries(run, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
@@ -178,16 +185,19 @@ def _score_pool(
 ) -> list[dict]:
     "Score a pool; ValueError for a score that is not a finite number."
     answers = [without_lists(r) for r in each_answer(pool)]
-    if score_of: scores = list(score_of(answers))
-    else: scores = sum((q['scores'] for q in pool), [])
+    scores = list(score_of(answers)) if score_of else []
+    if not score_of:
+        for query in pool: scores += query['scores']
     for r, score in zip(answers, scores):
-        if score is None or not math.isfinite(score):
-            raise ValueError(f'{r["output"]!r:.60}: its score is {score}. '
-                             'Name another reward_model')
+        if score is not None and math.isfinite(score): continue
+        raise ValueError(f'{r["output"]!r:.60}: its score is {score}. Name another reward_model')
     scores = torch.tensor(scores, dtype=torch.float64)
-    if log_ratios is not None: scores = (scores.float() - cfg.kl_coef * log_ratios).double()
+    if log_ratios is not None:
+        penalty = cfg.kl_coef * log_ratios
+        scores = (scores.float() - penalty).double()
+    sizes = [len(query['output']) for query in pool]
     scored = []
-    for query, own in zip(pool, scores.split([len(q['output']) for q in pool])):
+    for query, own in zip(pool, scores.split(sizes)):
         if cfg.missing_eos == 'replace': own = _put_cut_off_last(own, query['ended'])
         scored.append(dict(query, scores=own.tolist()))
     return scored
@@ -211,10 +221,13 @@ def _add_own_candidates(
         groups = end_turns(queries, groups, tokenizer, cfg.template)   # of dialogues
     pool = []
     for query, samples in zip(queries, groups):
-        texts = [decode(s.tokens, tokenizer, cfg.template, query) for s in samples]
-        own = dict(output=texts, source=['policy'] * len(texts), scores=[None] * len(texts),
-                   ended=[s.ended for s in samples], tokens=[s.tokens for s in samples])
-        pool.append(query | {name: values + query.get(name, []) for name, values in own.items()})
+        own = dict(output=[], source=[], scores=[], ended=[], tokens=[])
+        for s in samples:
+            text = decode(s.tokens, tokenizer, cfg.template, query)
+            made = dict(output=text, source='policy', scores=None, ended=s.ended, tokens=s.tokens)
+            for name, value in made.items(): own[name].append(value)
+        for name, values in own.items(): own[name] = values + query.get(name, [])
+        pool.append(query | own)
     return pool
 
 # %% ../nbs/rrhf.ipynb #4304cccc
@@ -242,13 +255,15 @@ def _candidate_pool(
     cfg = run.cfg
     queries, prompts = zip(*queries)
     name = _pool_name(step)
-    if once(run.path(name).exists): return list(zip(read_json(run.path(name)), prompts))
+    file = run.path(name)
+    if once(file.exists): return list(zip(read_json(file), prompts))
     pool = _add_own_candidates(policy, queries, prompts, cfg, step_seed(cfg.seed, step + 1))
     pool = [_limit_candidates(q, p, policy.tokenizer, cfg) for q, p in zip(pool, prompts)]
-    penalised = cfg.kl_coef and step
-    ratios = _pool_ratios(policy, reference, pool, prompts, cfg) if penalised else None
+    ratios = None
+    if cfg.kl_coef and step: ratios = _pool_ratios(policy, reference, pool, prompts, cfg)
     pool = _score_pool(pool, score_of, cfg, ratios)
-    if not step and all(len(set(q['scores'])) < 2 for q in pool):
+    most = max(len(set(query['scores'])) for query in pool)   # different scores of a query
+    if not step and most < 2:
         raise ValueError('all candidates of each query have one score: there is nothing to rank')
     run.write(name, pool)
     return list(zip(pool, prompts))
@@ -260,7 +275,8 @@ def rrhf_batch(
     template: str = 'auto',    # prompt format
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, k, T); scores, present (B, k); best (B,)
     "Collate queries, with empty rows where one has fewer than k candidates."
-    shape = len(queries), max(len(q['output']) for q, _ in queries)
+    most = max(len(query['output']) for query, _ in queries)
+    shape = len(queries), most
     scores = torch.zeros(shape, dtype=torch.float64)
     present = torch.zeros(shape, dtype=torch.bool)
     rows = []
@@ -268,7 +284,7 @@ def rrhf_batch(
         answers = _candidate_tokens(query, tokenizer, template)
         k = len(answers)
         rows += [(prompt, answer) for answer in answers]
-        rows += [([], [])] * (shape[1] - k)
+        rows += [([], [])] * (most - k)
         scores[i, :k] = torch.tensor(query['scores'], dtype=torch.float64)
         present[i, :k] = True
     batch = collate(*zip(*rows), tokenizer.pad_token_id)
@@ -285,10 +301,11 @@ def _share_in_order(
 ) -> torch.Tensor:  # (B,)
     "Compute the share of a query's pairs that the policy orders as the scores do."
     pairs = _ranked_pairs(scores, present)
-    right = .5 + .5 * torch.sign(logps[:, None] - logps[:, :, None])
+    lead = logps[:, None] - logps[:, :, None]   # of the better candidate
+    right = .5 + .5 * torch.sign(lead)
     count = pairs.sum((1, 2))
-    share = torch.where(pairs, right, 0).sum((1, 2)) / count.clamp(min=1)
-    return torch.where(count > 0, share, .5)
+    right = torch.where(pairs, right, 0).sum((1, 2))
+    return torch.where(count > 0, right / count.clamp(min=1), .5)
 
 
 def rrhf_step(
@@ -305,9 +322,11 @@ def rrhf_step(
     lengths = batch['response'].sum(2).clamp(min=1)   # each candidate's own
     p = sums / lengths ** cfg.length_penalty
     rank = rrhf_loss(p, scores, present, cfg.rank_reduction)
-    nll = -sums.gather(1, batch['best'][:, None])[:, 0]
-    return dict(loss=cfg.rrhf_weight * rank + nll, rank=rank, nll=nll,
-                accuracy=_share_in_order(p, scores, present))
+    best = batch['best'][:, None]
+    nll = -sums.gather(1, best)[:, 0]
+    loss = cfg.rrhf_weight * rank + nll
+    accuracy = _share_in_order(p, scores, present)
+    return dict(loss=loss, rank=rank, nll=nll, accuracy=accuracy)
 
 # %% ../nbs/rrhf.ipynb #7516c140
 def perplexities(policy: Policy, texts: list[str]) -> list[float]:  # one for each text
@@ -333,28 +352,30 @@ def _answer_figures(run, reward_of=None) -> dict[str, float]:
         reward_of = reward_of or reward(cfg.reward_model, cfg, cfg.template)
         figures['reward'] = mean(reward_of(outputs))
     if cfg.perplexity_model:
-        each = perplexities(load_policy(cfg.perplexity_model, cfg), [r['output'] for r in outputs])
-        figures |= dict(perplexity=mean(each), perplexity_median=float(np.median(each)))
+        judge = load_policy(cfg.perplexity_model, cfg)
+        each = perplexities(judge, [r['output'] for r in outputs])
+        figures['perplexity'] = mean(each)
+        figures['perplexity_median'] = float(np.median(each))
     return figures
 
 # %% ../nbs/rrhf.ipynb #c17fd9ff
 def _count_labels(run) -> dict[str, int]:
     "Count the labels behind the scores of a run, and its queries with a single candidate."
     cfg = run.cfg
-    sizes = []
+    single = 0
     for file in run.folder.glob('candidates*.json'):
-        sizes += [len(q['output']) for q in read_json(file)]
+        for query in read_json(file): single += len(query['output']) < 2
     if cfg.reward_model: labels = label_count(cfg.reward_model)
     else: labels = max(map(label_count, as_list(cfg.candidates)))
-    return dict(single=sum(k < 2 for k in sizes), labels=labels)
+    return dict(single=single, labels=labels)
 
 # %% ../nbs/rrhf.ipynb #55f9ee21
 def _last_figures(run, pool: list[dict]) -> dict[str, float]:
     "Average the figures of the last 20 steps, and those of the last candidates."
-    log = [r for r in read_log(run.folder) if 'loss' in r]
+    log = [r for r in read_log(run.folder) if 'loss' in r][-20:]
     figures = {}
     for name in ('loss', 'rank', 'nll', 'accuracy'):
-        figures[name] = mean([r[name] for r in log[-20:]])
+        figures[name] = mean([r[name] for r in log])
     scores = [q['scores'] for q in pool if q['scores']]
     measures = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
     for name, measure in measures.items():
@@ -367,7 +388,8 @@ def _step_order(queries: list[tuple], tokenizer, cfg: RRHFConfig) -> list[list[i
     longest = []
     for query, prompt in queries:
         answers = _candidate_tokens(query, tokenizer, cfg.template)
-        longest.append(len(prompt) + max(map(len, answers), default=0))
+        most = max(map(len, answers), default=0)
+        longest.append(len(prompt) + most)
     return batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)
 
 # %% ../nbs/rrhf.ipynb #b4f2d8e2
@@ -383,8 +405,10 @@ def train(cfg: RRHFConfig):
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
     reference = load_reference(policy, cfg) if cfg.kl_coef else None
-    reward_of = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
+    reward_of = None
+    if cfg.reward_model: reward_of = reward(cfg.reward_model, cfg, cfg.template)
     preflight(cfg, ('eval_split',), policy, reward=reward_of)
+    def loss(batch): return rrhf_step(policy, batch, cfg)
 
     order = _step_order(queries, tokenizer, cfg)
     every = cfg.refresh_every or len(order)
@@ -393,20 +417,26 @@ def train(cfg: RRHFConfig):
     for step in trainer.steps():
         done = (step - 1) // every * every   # steps before those that share the pool
         if not pool or done == step - 1:
-            rows = sorted({i for rows in order[done:done + every] for i in rows})
-            asked = [queries[i] for i in rows]
-            pool = dict(zip(rows, _candidate_pool(run, done, policy, reference, asked, reward_of)))
-        rows = [pool[i] for i in order[step - 1] if len(pool[i][0]['output']) > 1]
-        if rows:
-            batch = rrhf_batch(rows, tokenizer, cfg.template)
-            trainer.log(**trainer.update(batch, lambda b: rrhf_step(policy, b, cfg)))
-        else: run.log(step, skipped=len(order[step - 1]))   # single candidates have no order
-        if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, run, f'model-{step}')
+            coming = set()
+            for rows in order[done:done + every]: coming |= {*rows}
+            coming = sorted(coming)
+            asked = [queries[i] for i in coming]
+            made = _candidate_pool(run, done, policy, reference, asked, reward_of)
+            pool = dict(zip(coming, made))
+        ranked = []   # single candidates have no order
+        for i in order[step - 1]:
+            query, _ = pool[i]
+            if len(query['output']) > 1: ranked.append(pool[i])
+        if ranked:
+            batch = rrhf_batch(ranked, tokenizer, cfg.template)
+            trainer.log(**trainer.update(batch, loss))
+        else: run.log(step, skipped=len(order[step - 1]))
+        trainer.keep(policy)
 
     save_model(policy, run)
     answered = answer_eval_split(policy, run, load_reference(policy, cfg))
-    last = read_json(run.path(_pool_name((len(order) - 1) // every * every)))
+    last_pool = _pool_name((len(order) - 1) // every * every)
+    last = read_json(run.path(last_pool))
     run.finish(queries=len(queries), left_out=left_out, **_count_labels(run), **answered,
                **_last_figures(run, last), **_answer_figures(run, reward_of))
     return run

@@ -17,7 +17,7 @@ from .data.records import load_records
 from .data.text import encode
 from .model.models import response_logprobs
 from .model.policy import Policy
-from .training import answer_batch, batches
+from .training import answer_batch, batches, example_lengths
 
 # %% ../../nbs/core/labelled.ipynb #ea8f5d7d
 def hold_out(
@@ -30,13 +30,15 @@ def hold_out(
     for i, r in enumerate(records): same.setdefault(prompt_key(r), []).append(i)
     order = sorted(same)
     random.Random(seed).shuffle(order)
-    wanted = min(500, max(1, len(records)//5)) if held_out < 0 else held_out
+    n = len(records)
+    wanted = min(500, max(1, n//5)) if held_out < 0 else held_out
     marked = {i for i, r in enumerate(records) if r.get('held_out') and wanted}
     apart = {*marked}
     for prompt in order:
+        rows = same[prompt]
         if marked or len(apart) >= wanted: break
-        if 2*(len(apart) + len(same[prompt])) <= len(records): apart.update(same[prompt])
-    learn = [i for i in range(len(records)) if i not in apart]
+        if 2*(len(apart) + len(rows)) <= n: apart.update(rows)
+    learn = [i for i in range(n) if i not in apart]
     if learn and (marked or len(apart) >= held_out): return learn, sorted(apart)
     raise ValueError(f'held_out = {held_out} leaves too few of {len(records)} records to learn '
                      'from (whole prompts are held out): lower it, or mark fewer as held_out')
@@ -64,7 +66,8 @@ def read_labels(
     pairs = []
     good = []
     for r in records:
-        if r['preference'] > 1.5: r = dict(swap_outputs(r), preference=3 - r['preference'])
+        p = r['preference']
+        if p > 1.5: r = dict(swap_outputs(r), preference=3 - p)
         pairs.append(r)
         certainty = 2 - r['preference']   # 0.5 for a tie
         good.append([certainty, 1 - certainty])
@@ -86,7 +89,8 @@ def mismatched_rows(rows: list[int], prompts: list[list[int]]) -> list[int]:
     "Find for each row of a batch the next with another prompt; itself where there is none."
     found = []
     for k, i in enumerate(rows):
-        others = [j for j in rows[k + 1:] + rows[:k] if prompts[j] != prompts[i]]
+        later = rows[k + 1:] + rows[:k]
+        others = [j for j in later if prompts[j] != prompts[i]]
         found.append(others[0] if others else i)
     return found
 
@@ -109,12 +113,12 @@ class LabelledAnswers:
         apart = {*hold_out(records, cfg.held_out, cfg.seed)[1]}
         self.held_out = []
         learn = []
-        for place, row in enumerate(rows): (self.held_out if row in apart else learn).append(place)
-        lengths = []
-        for i in learn: lengths.append(len(self.prompts[i]) + max(len(a[i]) for a in self.answers))
-        self.order = []
-        for step in batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed):
-            self.order.append([learn[k] for k in step])
+        for place, row in enumerate(rows):
+            side = self.held_out if row in apart else learn
+            side.append(place)
+        lengths = example_lengths(self.prompts, self.answers)
+        steps = batches([lengths[i] for i in learn], cfg.batch_size, cfg.epochs, cfg.seed)
+        self.order = [[learn[k] for k in step] for step in steps]
 
 # %% ../../nbs/core/labelled.ipynb #a01d1c0e
 @patch
@@ -139,7 +143,8 @@ def add_reference(self: LabelledAnswers, policy: Policy):
 def mismatched_batch(self: LabelledAnswers, step: int) -> dict[str, torch.Tensor]:
     "Make the batch of a step, from 1, whose prompts have answers to other prompts."
     begin = sum(map(len, self.order[:step - 1]))
-    rows = list(range(begin, begin + len(self.order[step - 1])))
+    end = begin + len(self.order[step - 1])
+    rows = list(range(begin, end))
     batch = answer_batch(self.mixed_prompts, self.mixed_answers, rows, self.pad_id)
     return dict(batch, reference=self.mixed_reference[rows])
 
@@ -154,6 +159,7 @@ def labelled_batch(self: LabelledAnswers,
     good = self.good[rows]
     one = batch['weight']
     batch |= dict(good=good, reference=self.reference[rows], baseline=baseline * one)
-    batch['share'] = good.sum().clamp(min=1e-6) / len(rows) * one
-    batch['other_share'] = (1 - good).sum().clamp(min=1e-6) / len(rows) * one
+    for name, part in (('share', good), ('other_share', 1 - good)):
+        share = part.sum().clamp(min=1e-6) / len(rows)
+        batch[name] = share * one
     return batch

@@ -208,8 +208,7 @@ class CheckpointSelector:
         if won > trainer.extra.get('best', -1.) or (last and not self.annotate):
             trainer.extra.update(best=won, best_step=step)
             save_model(policy, trainer.run, whole=False)
-        if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, trainer.run, f'model-{step}')
+        trainer.keep(policy)
         return figures
 
 # %% ../../nbs/core/online.ipynb #ada30001
