@@ -71,7 +71,11 @@ def score_candidates(
 ) -> list[dict]:
     "Give each record `scores`, one for each of its answers."
     scores = map(float, rewards(each_answer(candidates)))
-    return [dict(c, scores=list(islice(scores, len(c['output'])))) for c in candidates]
+    scored = []
+    for c in candidates:
+        own = list(islice(scores, len(c['output'])))
+        scored.append(dict(c, scores=own))
+    return scored
 
 # %% ../nbs/best_of_n.ipynb #6d64054f
 def choose_best(
@@ -81,7 +85,8 @@ def choose_best(
     chosen = []
     for c in candidates:
         best = int(np.argmax(c['scores'])) if 'scores' in c else 0
-        chosen.append(dict(without_lists(c), output=c['output'][best], ended=c['ended'][best]))
+        output = c['output'][best]
+        chosen.append(dict(without_lists(c), output=output, ended=c['ended'][best]))
     return chosen
 
 # %% ../nbs/best_of_n.ipynb #48f196af
@@ -91,7 +96,7 @@ def _between(records: list[dict], cfg: BestOfNConfig) -> list[dict]:
     if not some: raise ValueError(f'skip = {cfg.skip}: there are only {len(records)} instructions')
     return some
 
-
+# %% ../nbs/best_of_n.ipynb #e860c5fe
 def _stored_samples(run) -> list[dict]:
     "Read the first n samples of each instruction of another run; ValueError if sampled otherwise."
     cfg = run.cfg
@@ -111,7 +116,10 @@ def _stored_samples(run) -> list[dict]:
     for c in stored:
         if not c.get('ended'): c = dict(c, ended=[True] * len(c['output']))
         whole = without_lists(c)
-        first.append({k: v if k in whole else v[:cfg.n] for k, v in c.items() if k != 'scores'})
+        samples = {}
+        for name, value in c.items():
+            if name != 'scores': samples[name] = value if name in whole else value[:cfg.n]
+        first.append(samples)
     return first
 
 # %% ../nbs/best_of_n.ipynb #5e7fed01
@@ -138,18 +146,20 @@ def served_answers(
     for i, record in enumerate(records):
         own = written[i::len(records)]
         if any(w.reason for w in own): continue
-        answered.append(dict(prompt_fields(record), ended=[w.ended for w in own],
-                             output=[without_lead(w.text.rstrip()) for w in own]))
+        texts = [without_lead(w.text.rstrip()) for w in own]
+        ended = [w.ended for w in own]
+        answered.append(dict(prompt_fields(record), ended=ended, output=texts))
     return answered
 
 # %% ../nbs/best_of_n.ipynb #b5260a28
 def _reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
     "Compute the mean reward of the chosen answers, and bound and estimate of their KL."
     if 'scores' not in candidates[0]: return {}
-    figures = dict(kl_bound=float(kl_best_of_n(n)),
-                   reward=float(np.mean([max(c['scores']) for c in candidates])))
+    highest = [max(c['scores']) for c in candidates]
+    figures = dict(kl_bound=float(kl_best_of_n(n)), reward=float(np.mean(highest)))
     if 'logprob' in candidates[0]:
-        logprobs = [c['logprob'][int(np.argmax(c['scores']))] for c in candidates]
+        chosen = [int(np.argmax(c['scores'])) for c in candidates]
+        logprobs = [c['logprob'][best] for c, best in zip(candidates, chosen)]
         figures['kl'] = float(kl_best_of_n_estimate(logprobs, n).mean())
     return figures
 
@@ -158,9 +168,10 @@ def run(cfg: BestOfNConfig):
     "Answer with the best of n samples; writes candidates.json, outputs.json and summary.json."
     this_run = start(cfg, run)
     if this_run.done: return this_run
-    asked = _stored_samples(this_run) if cfg.samples else _between(
-        load_records(cfg.data, cfg.split, columns=cfg.columns), cfg)
-    rewards = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
+    if cfg.samples: asked = _stored_samples(this_run)
+    else: asked = _between(load_records(cfg.data, cfg.split, columns=cfg.columns), cfg)
+    rewards = None
+    if cfg.reward_model: rewards = reward(cfg.reward_model, cfg, cfg.template)
     fit = asked
     chunk = cfg.chunk
     if cfg.served:

@@ -39,11 +39,12 @@ def _columns_of(columns: list[str]) -> dict[str, str]:
     "Names of columns by setting; ValueError unless each begins with a setting and a colon."
     found = {}
     for column in columns:
-        name, _, names = (part.strip() for part in column.partition(':'))
+        name, _, names = column.partition(':')
+        name = name.strip()
         if name not in _OWN_DATA or '=' not in names:
             raise ValueError(f'columns = {columns}: write "prompts: instruction=question", with '
                              f'the setting of the file first, one of {", ".join(_OWN_DATA)}')
-        found[name] = names
+        found[name] = names.strip()
     return found
 
 # %% ../nbs/bring_your_own.ipynb #69887a32
@@ -112,27 +113,30 @@ def _read_own(run) -> tuple:
     columns = _columns_of(cfg.columns)
     data = {}
     for name, (kind, split) in _OWN_DATA.items():
-        if not getattr(cfg, name): continue
-        data[name] = load_records(getattr(cfg, name), split or cfg.split, kind,
-                                  columns=columns.get(name, ''))
-    once = {prompt_key(r): r for r in data['prompts']}
-    data['prompts'] = list(once.values())[:cfg.max_instances or None]
+        source = getattr(cfg, name)
+        names = columns.get(name, '')
+        if source: data[name] = load_records(source, split or cfg.split, kind, columns=names)
+    different = {prompt_key(r): r for r in data['prompts']}
+    most = cfg.max_instances or None
+    data['prompts'] = list(different.values())[:most]
     _check_prompts(run, data)
     judges = [load_annotators(spec, cfg) for spec in (cfg.judge, cfg.held_out) if spec]
+    record = data['prompts'][0]
+    one = dict(record, output='One.')
+    other = dict(record, output='Another.')
     for judge in judges:
-        if api_clients(judge): continue
-        one, other = (dict(data['prompts'][0], output=text) for text in ('One.', 'Another.'))
-        preferences_over([one], [other], judge)
+        if not api_clients(judge): preferences_over([one], [other], judge)
     return data, judges
 
 # %% ../nbs/bring_your_own.ipynb #ccca8f0f
 def divide_prompts(cfg: BringYourOwnConfig, prompts: list[dict]) -> dict[str, list[dict]]:
     "Deal the prompts among the splits, at random."
-    order = np.random.default_rng(cfg.seed//2).permutation(len(prompts))
+    n = len(prompts)
+    order = np.random.default_rng(cfg.seed//2).permutation(n)
     if cfg.seed % 2: order = order[::-1]   # two seeds are judged on different prompts
     shuffled = [prompts[i] for i in order]
-    judged = max(1, round(cfg.eval_share*len(prompts)))
-    chosen = judged + max(1, round(cfg.val_share*len(prompts)))
+    judged = max(1, round(cfg.eval_share*n))
+    chosen = judged + max(1, round(cfg.val_share*n))
     learned = shuffled[chosen:]
     if not learned: raise ValueError('eval_share, val_share: no prompt is left to learn from')
     return dict(eval=shuffled[:judged], val=shuffled[judged:chosen], preference=learned,
@@ -159,11 +163,6 @@ def _method_sizes(
 _SAMPLED = dict(base=1, references=1, sft_greedy=1, samples=2)   # samples of each prompt
 
 
-def _given_recipe(cfg: BringYourOwnConfig) -> dict[str, dict]:
-    "Read the user's own settings by run; they count before all others."
-    return read_yaml(at_root(cfg.recipe)) if cfg.recipe else {}
-
-
 def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
     "Return the settings of the farm's runs, by name; None for what is not made."
     changed = cfg.changed()
@@ -184,20 +183,26 @@ def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
     for name in cfg.methods: needed |= {*METHODS[name]['reads'].values()}
     for name in {'reward_model', 'candidates'} - needed: sizes[name] = None
     if 'reward_model' not in needed: sizes['reward_model_crowd'] = None
-    for name, own in _given_recipe(cfg).items():
-        sizes[name] = None if own is None else (sizes.get(name) or {}) | own
+    given = read_yaml(at_root(cfg.recipe)) if cfg.recipe else {}
+    for name, own in given.items():
+        earlier = sizes.get(name) or {}
+        sizes[name] = None if own is None else earlier | own
     return sizes
 
 # %% ../nbs/bring_your_own.ipynb #1807d09d
 def _judged_pairs(cfg: BringYourOwnConfig, splits: dict, judge, labels: bool) -> list[dict]:
     "The pairs that a judge is shown, filled with the longest answers."
-    rows = len(cfg.methods)*(2 if cfg.preferences else 1) + 3   # three ways without labels
-    if cfg.demonstrations: rows += 1   # the base model
+    trainings = 2 if cfg.preferences else 1   # of each method
+    rows = len(cfg.methods)*trainings + 3     # three ways without labels
+    if cfg.demonstrations: rows += 1          # the base model
     orders = 1 if hasattr(judge, 'annotators') else 2
     records = splits['eval']*rows*orders
     if labels: records = records + splits['preference']
     longest = ' '.join(['word']*cfg.max_new_tokens)
-    return [dict(r, output_1=longest, output_2=f'{longest} {k}') for k, r in enumerate(records)]
+    pairs = []
+    for k, r in enumerate(records):
+        pairs.append(dict(r, output_1=longest, output_2=f'{longest} {k}'))
+    return pairs
 
 
 def _requests(judge, pairs: list[dict]) -> list[dict]:
@@ -206,8 +211,9 @@ def _requests(judge, pairs: list[dict]) -> list[dict]:
     requests = []
     for place, evaluator in enumerate(members):
         shown = pairs[place::len(members)]
-        for at in range(0, len(shown), evaluator.batch_size):
-            requests.append(judge_request(evaluator, shown[at:at + evaluator.batch_size]))
+        size = evaluator.batch_size
+        for at in range(0, len(shown), size):
+            requests.append(judge_request(evaluator, shown[at:at + size]))
     return requests
 
 
@@ -250,9 +256,11 @@ def run(cfg: BringYourOwnConfig):
     start_from = dict(base='', policy=cfg.model)
     if cfg.demonstrations: start_from = dict(base=cfg.model)
     asking = {k: v for k, v in cfg.changed().items() if k in ApiConfig.__annotations__}
-    write_world(folder, **start_from, crowd='', pool=cfg.judge, held_out=cfg.held_out or cfg.judge,
-                preferences='./preferences.json' if cfg.preferences else '',
-                ways=['likeliest', 'longest'], sizes=own_sizes(cfg), asking=asking)
+    labelled = './preferences.json' if cfg.preferences else ''
+    board = cfg.held_out or cfg.judge
+    write_world(folder, **start_from, crowd='', pool=cfg.judge, held_out=board,
+                preferences=labelled, ways=['likeliest', 'longest'], sizes=own_sizes(cfg),
+                asking=asking)
     read_world(cfg.out)   # what a farm would miss is refused now
     folder.finish(parameters=cfg.weights_counted, prompts=len(data['prompts']),
                   labels=planned['labels'])
