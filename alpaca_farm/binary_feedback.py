@@ -14,8 +14,10 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import answer_eval_split, answer_labels, AnswerConfig, answering
-from .core.answers import load_split, preflight, prompt_fields, sample_answers, settle
+from .core.answers import answer_eval_split, AnswerConfig, answering
+from .core.labelled import answer_labels
+from .core.answers import load_split, prompt_fields, sample_answers
+from .core.preflight import preflight, settle
 from .core.ask.judge_configs import JudgedConfig
 from .core.data.dialogues import prompt_key
 from .core.data.preferences import answer_of, verdicts_over
@@ -25,12 +27,13 @@ from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.model.models import load_policy, load_reference, logprobs, response_logprobs
 from .core.model.models import save_model
 from .core.model.policy import Policy
+from .core.labelled import hold_out
 from .core.run.processes import once
 from .core.run.runs import read_log, start
 from .core.run.settings import Amount, by_size, command, Count, Named, Positive
 from .core.run.settings import Schedule, TrainConfig
 from .core.stats import standard_error, win_rate
-from .core.training import batches, token_batch, Trainer
+from .core.training import batches, example_lengths, token_batch, Trainer
 
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
 @dataclass
@@ -51,7 +54,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     batch_size: Positive = by_size(32, 32)   # answers per optimiser step
     learning_rate: Amount = by_size(3e-4, 2e-5)  # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
-    held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 200, or a fifth if less
+    held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 500, or a fifth if less
     eval_every: Positive = 100               # steps between these measurements
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
     annotators: str = 'runs/world/pool.json'  # judges of the final answers on val; empty: none
@@ -76,35 +79,34 @@ def _rate_outputs(
             continue
         for k in (1, 2):
             answer = answer_of(r, k)
-            rated.append(dict(prompt_fields(r), output=answer['output'], ended=answer['ended'],
-                              good=abs(r['preference'] - 3 + k)))
+            good = abs(r['preference'] - 3 + k)
+            rated.append(prompt_fields(r) | dict(output=answer['output'], ended=answer['ended'],
+                                                 good=good))
     return [r for r in rated if r['good'] != .5]
 
-
+# %% ../nbs/binary_feedback.ipynb #e6538103
 def _training_examples(rated: list[dict], method: str) -> list[tuple[int, str, float]]:
     "List examples: the index of the output, its token if any, and its weight."
-    good = [(i, r['good']) for i, r in enumerate(rated)]
-    if method == 'feedme': marked = [(i, '', w) for i, w in good]
-    else: marked = [(i, GOOD, w) for i, w in good] + [(i, BAD, 1 - w) for i, w in good]
+    marked = []
+    for i, r in enumerate(rated): marked.append((i, GOOD, r['good']))
+    if method == 'feedme': marked = [(i, '', weight) for i, _, weight in marked]
+    else: marked += [(i, BAD, 1 - weight) for i, _, weight in marked]
     return [example for example in marked if example[2] > 0]
 
-
+# %% ../nbs/binary_feedback.ipynb #eccfd342
 def _load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], int]:
     "Load rated outputs to learn from, those held out, and how many labels are trained on."
     records = load_records(cfg.preferences, 'preferences', ('preference', 'output'),
                            cfg.max_instances, cfg.columns)
     if 'preference' not in records[0]: answer_labels(records, cfg.preferences)
-    n = cfg.held_out if cfg.held_out > 0 else min(200, max(1, len(records)//5))
-    kept_apart = {prompt_key(r) for r in records[-n:]}
-    learn = []
-    apart = []
-    for r in records: (apart if prompt_key(r) in kept_apart else learn).append(r)
-    rated = _rate_outputs(learn)
-    measured = _rate_outputs(apart)
+    learn, apart = hold_out(records, cfg.held_out, cfg.seed)
+    rated = _rate_outputs([records[i] for i in learn])
+    measured = _rate_outputs([records[i] for i in apart])
     good = sum(r['good'] > 0 for r in rated)
     if good and measured: return rated, measured, len(learn)
-    raise ValueError(f'{cfg.preferences}: held_out = {n} leaves {good} good answers to learn from '
-                     f'and {len(measured)} answers to measure on, without ties. Both are needed')
+    raise ValueError(f'{cfg.preferences}: held_out = {cfg.held_out} leaves {good} good answers to '
+                     f'learn from and {len(measured)} answers to measure on, without ties. '
+                     'Both are needed')
 
 # %% ../nbs/binary_feedback.ipynb #d6114a60
 def label_accuracy(
@@ -118,10 +120,25 @@ def label_accuracy(
     right = []
     for rows in rows_of.values():
         for i, j in permutations(rows, 2):
-            if good[i] > good[j]: right.append(.5 + .5 * np.sign(score[i] - score[j]))
+            lead = score[i] - score[j]
+            if good[i] > good[j]: right.append(.5 + .5 * np.sign(lead))
     return float(np.mean(right)) if right else math.nan
 
 # %% ../nbs/binary_feedback.ipynb #be174633
+def _answer_val(ways: dict[str, Policy], cfg) -> dict[str, list[dict]]:
+    "Answer the val split in several ways; the records that are answered in all of them."
+    records = load_split(cfg, 'val_split')
+    answered = {}   # answers by way and prompt
+    for name, way in ways.items():
+        answers = sample_answers(way, records, answering(cfg), seed=cfg.seed + 1)
+        answered[name] = {prompt_key(r): r for r in answers}
+    common = set.intersection(*map(set, answered.values()))
+    found = {}
+    for name, answers in answered.items():
+        found[name] = [r for key, r in answers.items() if key in common]
+    return found
+
+# %% ../nbs/binary_feedback.ipynb #edac3081
 def _compare_on_val(
     policies: dict[str, Policy],   # that are prompted with a token, by its name
     plain: Policy,                 # without a token
@@ -130,27 +147,18 @@ def _compare_on_val(
     run,
 ) -> dict[str, float]:  # percent, with standard errors
     "Answer the val split, into said.json, and judge the policy, and `<good>` against `<bad>`."
-    cfg = run.cfg
-    if not cfg.val_split: return {}
-    ways = policies | {'no token': plain, 'reference': reference}
-    records = load_split(cfg, 'val_split')
-    found = {}   # answers by way and prompt
-    for name, way in ways.items():
-        answers = sample_answers(way, records, answering(cfg), seed=cfg.seed + 1)
-        found[name] = {prompt_key(r): r for r in answers}
-    common = set.intersection(*map(set, found.values()))
-    kept = [key for key in found['reference'] if key in common]
+    if not run.cfg.val_split: return {}
+    answers = _answer_val(policies | {'no token': plain, 'reference': reference}, run.cfg)
     said = []
-    for key in kept:
-        both = [answers[key] for answers in found.values()]
-        said.append(dict(prompt_fields(both[0]), output=[r['output'][0] for r in both],
-                         source=[*found]))
+    for own in zip(*answers.values()):
+        texts = [r['output'][0] for r in own]
+        said.append(dict(prompt_fields(own[0]), output=texts, source=[*answers]))
     run.write('said.json', said)
     if not judge: return {}
 
     def wins(name, other):
-        def answers(side): return [found[side][key] for key in kept]
-        won = win_rate(once(verdicts_over, answers(name), answers(other), judge))
+        verdicts = once(verdicts_over, answers[name], answers[other], judge)
+        won = win_rate(verdicts)
         return won['win_rate'], won['standard_error']
 
     rate, error = wins(GOOD if policies else 'no token', 'reference')
@@ -175,16 +183,17 @@ def _reward_tokens(plain, cfg: BinaryFeedbackConfig) -> tuple[dict, dict]:
         policies[name] = replace(plain, tokenizer=tokenizer)
     return dict(zip(names, ids)), policies
 
-
+# %% ../nbs/binary_feedback.ipynb #16346efb
 def _effect_figures(effect: np.ndarray, good: np.ndarray, questions: list) -> dict[str, float]:
     "Accuracy of the effect on held-out answers, and its means on good and on bad ones."
     figures = dict(accuracy=label_accuracy(effect, good, questions))
-    for name, part in (('good', effect[good > .5]), ('bad', effect[good < .5])):
+    parts = dict(good=effect[good > .5], bad=effect[good < .5])
+    for name, part in parts.items():
         figures[f'effect_{name}'] = float(part.mean()) if len(part) else math.nan
         figures[f'effect_{name}_standard_error'] = standard_error(part)
     return figures
 
-
+# %% ../nbs/binary_feedback.ipynb #3d42f517
 def train(cfg: BinaryFeedbackConfig):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json and summary.json."
     from alpaca_farm.judging.judges import load_annotators
@@ -201,41 +210,47 @@ def train(cfg: BinaryFeedbackConfig):
     tokenizer = plain.tokenizer
     settle(run, tokenizer, rated)
     preflight(cfg, ('val_split', 'eval_split'), policy, cfg.val_split and judge)
+
+    def under(names, prompts):   # prompts behind the tokens of these names, if there are any
+        if not tokens: return prompts
+        ids = tokens[names] if isinstance(names, str) else [tokens[name] for name in names]
+        return prepend_tokens(prompts, ids, tokenizer, cfg.token_times)
+
+    # the examples, each with its token and its weight
     how = ('output',), tokenizer, cfg.max_length, cfg.template
     rows, prompts, (responses,) = encode(rated, *how)
-    indices, names, weights = zip(*_training_examples([rated[i] for i in rows], cfg.method))
-    prompts = [prompts[i] for i in indices]
+    examples = _training_examples([rated[i] for i in rows], cfg.method)
+    indices, names, weights = zip(*examples)
+    prompts = under(names, [prompts[i] for i in indices])
     responses = [responses[i] for i in indices]
-    if tokens:
-        prompts = prepend_tokens(prompts, [tokens[n] for n in names], tokenizer, cfg.token_times)
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
-    order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
-    trainer = Trainer(run, len(order), dict(policy=policy))
+    order = batches(example_lengths(prompts, [responses]), cfg.batch_size, cfg.epochs, cfg.seed)
     # the held-out answers, which are read under each token
     measured, asked, (answers,) = encode(held_out, *how)
-    good = np.array([held_out[i]['good'] for i in measured])
-    questions = [prompt_key(held_out[i]) for i in measured]
-    def read(name):
-        under = asked
-        if tokens: under = prepend_tokens(asked, tokens[name], tokenizer, cfg.token_times)
-        return response_logprobs(policy, under, answers).double().numpy()
+    measured = [held_out[i] for i in measured]
+    good = np.array([r['good'] for r in measured])
+    questions = [prompt_key(r) for r in measured]
+    def read(name): return response_logprobs(policy, under(name, asked), answers).double().numpy()
+    def loss(batch): return dict(loss=-logprobs(policy, batch))
+
+    trainer = Trainer(run, len(order), dict(policy=policy))
     before = 0. if tokens else read(GOOD)
     for step in trainer.steps():
         batch = token_batch(prompts, responses, order[step - 1], tokenizer.pad_token_id, weights)
-        figures = trainer.update(batch, lambda b: dict(loss=-logprobs(policy, b)))
-        if step in (1, len(order)) or step % cfg.eval_every == 0:
+        figures = trainer.update(batch, loss)
+        if step in (1, trainer.total) or step % cfg.eval_every == 0:
             effect = read(GOOD) - (read(BAD) if tokens else before)
             figures |= _effect_figures(effect, good, questions)
-        if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, run, f'model-{step}')
+        trainer.keep(policy)
         trainer.log(**figures)
     save_model(policy, run)
     reference = load_reference(policy, cfg)
     figures = answer_eval_split(policy, run, reference)
     figures |= _compare_on_val(policies, plain, reference, judge, run)
     last = read_log(run.folder)[-1]
-    figures |= {k: v for k, v in last.items() if k.startswith(('effect', 'accuracy'))}
-    run.finish(labels=labels, examples=len(prompts), too_long=len(rated) - len(rows), **figures)
+    for name, value in last.items():
+        if name.startswith(('effect', 'accuracy')): figures[name] = value
+    too_long = len(rated) - len(rows)
+    run.finish(labels=labels, examples=len(prompts), too_long=too_long, **figures)
     return run
 
 # %% ../nbs/binary_feedback.ipynb #260998c0

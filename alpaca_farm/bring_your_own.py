@@ -12,7 +12,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Len
 import numpy as np
 
-from .core.answers import PromptConfig, settle
+from .core.answers import PromptConfig
+from .core.preflight import settle
 from .core.ask.client import ApiConfig
 from .core.data.preferences import pool_members, preferences_over
 from .core.data.dialogues import prompt_key
@@ -38,11 +39,12 @@ def _columns_of(columns: list[str]) -> dict[str, str]:
     "Names of columns by setting; ValueError unless each begins with a setting and a colon."
     found = {}
     for column in columns:
-        name, _, names = (part.strip() for part in column.partition(':'))
+        name, _, names = column.partition(':')
+        name = name.strip()
         if name not in _OWN_DATA or '=' not in names:
             raise ValueError(f'columns = {columns}: write "prompts: instruction=question", with '
                              f'the setting of the file first, one of {", ".join(_OWN_DATA)}')
-        found[name] = names
+        found[name] = names.strip()
     return found
 
 # %% ../nbs/bring_your_own.ipynb #69887a32
@@ -98,7 +100,7 @@ def _check_prompts(run, data: dict):
         if shared: print(f'{shared} of {len(prompts)} prompts are also in {name}: '
                          'their answers say little about new prompts')
 
-
+# %% ../nbs/bring_your_own.ipynb #9526af16
 def _read_own(run) -> tuple:
     "The data by setting, and the judges; ValueError if the model is no causal language model."
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -111,31 +113,51 @@ def _read_own(run) -> tuple:
     columns = _columns_of(cfg.columns)
     data = {}
     for name, (kind, split) in _OWN_DATA.items():
-        if not getattr(cfg, name): continue
-        data[name] = load_records(getattr(cfg, name), split or cfg.split, kind,
-                                  columns=columns.get(name, ''))
-    once = {prompt_key(r): r for r in data['prompts']}
-    data['prompts'] = list(once.values())[:cfg.max_instances or None]
+        source = getattr(cfg, name)
+        names = columns.get(name, '')
+        if source: data[name] = load_records(source, split or cfg.split, kind, columns=names)
+    different = {prompt_key(r): r for r in data['prompts']}
+    most = cfg.max_instances or None
+    data['prompts'] = list(different.values())[:most]
     _check_prompts(run, data)
     judges = [load_annotators(spec, cfg) for spec in (cfg.judge, cfg.held_out) if spec]
+    record = data['prompts'][0]
+    one = dict(record, output='One.')
+    other = dict(record, output='Another.')
     for judge in judges:
-        if api_clients(judge): continue
-        one, other = (dict(data['prompts'][0], output=text) for text in ('One.', 'Another.'))
-        preferences_over([one], [other], judge)
+        if not api_clients(judge): preferences_over([one], [other], judge)
     return data, judges
 
-
+# %% ../nbs/bring_your_own.ipynb #ccca8f0f
 def divide_prompts(cfg: BringYourOwnConfig, prompts: list[dict]) -> dict[str, list[dict]]:
     "Deal the prompts among the splits, at random."
-    order = np.random.default_rng(cfg.seed//2).permutation(len(prompts))
+    n = len(prompts)
+    order = np.random.default_rng(cfg.seed//2).permutation(n)
     if cfg.seed % 2: order = order[::-1]   # two seeds are judged on different prompts
     shuffled = [prompts[i] for i in order]
-    judged = max(1, round(cfg.eval_share*len(prompts)))
-    chosen = judged + max(1, round(cfg.val_share*len(prompts)))
+    judged = max(1, round(cfg.eval_share*n))
+    chosen = judged + max(1, round(cfg.val_share*n))
     learned = shuffled[chosen:]
     if not learned: raise ValueError('eval_share, val_share: no prompt is left to learn from')
     return dict(eval=shuffled[:judged], val=shuffled[judged:chosen], preference=learned,
                 unlabeled=learned)
+
+# %% ../nbs/bring_your_own.ipynb #da37c58c
+def _method_sizes(
+    cfg: BringYourOwnConfig,
+    name: str,       # of the method
+    trained: dict,   # settings of whatever is trained, and answers
+    many: dict,      # of a run that only samples, n answers to a prompt
+) -> dict | None:
+    "Return the settings of one method's run; None where it is not asked for."
+    row = METHODS[name]
+    if name not in cfg.methods: return None
+    if row['samples'] == 'only': return many
+    settings = trained | dict(eval_temperature=cfg.temperature) | row['own']
+    settings['max_prompt'] = cfg.max_prompt + row['control']
+    if row['samples'] == 'training': settings['temperature'] = cfg.temperature
+    if 'learning_rate' in row['settings']: settings['learning_rate'] = None   # not the toy's
+    return settings
 
 # %% ../nbs/bring_your_own.ipynb #1c75120c
 _SAMPLED = dict(base=1, references=1, sft_greedy=1, samples=2)   # samples of each prompt
@@ -146,45 +168,53 @@ def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
     changed = cfg.changed()
     prompted = {k: changed[k] for k in ('template', 'template_arguments') if k in changed}
     trained = prompted | {k: changed[k] for k in HardwareConfig.__annotations__ if k in changed}
-    answering = dict(max_prompt=cfg.max_prompt, max_new_tokens=cfg.max_new_tokens)
-    sampled = prompted | answering | dict(temperature=cfg.temperature)
+    limits = dict(max_prompt=cfg.max_prompt, max_new_tokens=cfg.max_new_tokens)
+    sampled = prompted | limits | dict(temperature=cfg.temperature)
+    many = sampled | dict(n=cfg.n)
 
     sizes = {name: sampled | dict(n=n) for name, n in _SAMPLED.items()}
     sizes['sft_greedy']['temperature'] = 0.
-    sizes |= dict(eval_samples=sampled | dict(n=cfg.n), candidates=sampled | dict(n=cfg.n))
-    sizes['annotators'] = dict(label_flip=0.)
-    sizes['sft'] = trained | answering | dict(val_split='', eval_split='')
+    sizes |= dict(eval_samples=many, candidates=many, annotators=dict(label_flip=0.))
+    sizes['sft'] = trained | limits | dict(val_split='', eval_split='')
     sizes['reward_model'] = trained
-    for name, row in METHODS.items():
-        settings = trained | answering | dict(eval_temperature=cfg.temperature)
-        if row['notebook'] in ('ppo', 'quark', 'expert_iteration'):
-            settings['temperature'] = cfg.temperature
-        if row['notebook'] == 'binary_feedback': settings |= dict(annotators='', val_split='')
-        if 'learning_rate' in row['settings']: settings['learning_rate'] = None   # not the toy's
-        if name in ('reward_conditioning', 'quark'): settings['max_prompt'] += 2   # control tokens
-        if name == 'best_of_n': settings = sampled | dict(n=cfg.n)
-        sizes[name] = settings if name in cfg.methods else None
+    for name in METHODS: sizes[name] = _method_sizes(cfg, name, trained | limits, many)
 
     needed = set()
     for name in cfg.methods: needed |= {*METHODS[name]['reads'].values()}
-    for name in ('reward_model', 'candidates'):
-        if name not in needed: sizes[name] = sizes[f'{name}_crowd'] = None
-    sizes.pop('candidates_crowd', None)
+    for name in {'reward_model', 'candidates'} - needed: sizes[name] = None
+    if 'reward_model' not in needed: sizes['reward_model_crowd'] = None
     given = read_yaml(at_root(cfg.recipe)) if cfg.recipe else {}
     for name, own in given.items():
-        sizes[name] = None if own is None else (sizes.get(name) or {}) | own
+        earlier = sizes.get(name) or {}
+        sizes[name] = None if own is None else earlier | own
     return sizes
 
 # %% ../nbs/bring_your_own.ipynb #1807d09d
 def _judged_pairs(cfg: BringYourOwnConfig, splits: dict, judge, labels: bool) -> list[dict]:
     "The pairs that a judge is shown, filled with the longest answers."
-    rows = len(cfg.methods)*(2 if cfg.preferences else 1) + 3   # three ways without labels
-    if cfg.demonstrations: rows += 1   # the base model
+    trainings = 2 if cfg.preferences else 1   # of each method
+    rows = len(cfg.methods)*trainings + 3     # three ways without labels
+    if cfg.demonstrations: rows += 1          # the base model
     orders = 1 if hasattr(judge, 'annotators') else 2
     records = splits['eval']*rows*orders
     if labels: records = records + splits['preference']
     longest = ' '.join(['word']*cfg.max_new_tokens)
-    return [dict(r, output_1=longest, output_2=f'{longest} {k}') for k, r in enumerate(records)]
+    pairs = []
+    for k, r in enumerate(records):
+        pairs.append(dict(r, output_1=longest, output_2=f'{longest} {k}'))
+    return pairs
+
+
+def _requests(judge, pairs: list[dict]) -> list[dict]:
+    "Write the requests of a judge or a pool, whose members share the pairs."
+    members = [m.evaluator for m in pool_members(judge) if hasattr(m, 'evaluator')]
+    requests = []
+    for place, evaluator in enumerate(members):
+        shown = pairs[place::len(members)]
+        size = evaluator.batch_size
+        for at in range(0, len(shown), size):
+            requests.append(judge_request(evaluator, shown[at:at + size]))
+    return requests
 
 
 def forecast(
@@ -193,26 +223,22 @@ def forecast(
     judges: list,    # the judge, and the one of the board if it is another
 ) -> dict:  # labels, requests, dollars (at most; None if not known)
     "Print and return what the farm will ask of the judges."
-    said = dict(labels=0, requests=0)
+    labels = 0
+    asked = 0
     dollars = []
     for k, judge in enumerate(judges):
         pairs = _judged_pairs(cfg, splits, judge, labels=k == 0)
-        said['labels'] += len(pairs)
+        labels += len(pairs)
         clients = api_clients(judge)
         if not clients: continue
-        members = [m.evaluator for m in pool_members(judge) if hasattr(m, 'evaluator')]
-        requests = []
-        for place, evaluator in enumerate(members):
-            shown = pairs[place::len(members)]
-            for at in range(0, len(shown), evaluator.batch_size):
-                requests.append(judge_request(evaluator, shown[at:at + evaluator.batch_size]))
+        requests = _requests(judge, pairs)
+        asked += len(requests)
         dollars.append(clients[0].print_forecast(requests))
-        said['requests'] += len(requests)
-    said['dollars'] = None if None in dollars else sum(dollars)
     counts = ', '.join(f'{len(records)} {name}' for name, records in splits.items())
-    print(f'{cfg.model} with prompts {counts}; {said["labels"]} labels by {cfg.judge}'
-          + (f' and {cfg.held_out}' if cfg.held_out else ''))
-    return said
+    by = ' and '.join(filter(None, [cfg.judge, cfg.held_out]))
+    print(f'{cfg.model} with prompts {counts}; {labels} labels by {by}')
+    cost = None if None in dollars else sum(dollars)
+    return dict(labels=labels, requests=asked, dollars=cost)
 
 # %% ../nbs/bring_your_own.ipynb #e408fa70
 def run(cfg: BringYourOwnConfig):
@@ -230,9 +256,11 @@ def run(cfg: BringYourOwnConfig):
     start_from = dict(base='', policy=cfg.model)
     if cfg.demonstrations: start_from = dict(base=cfg.model)
     asking = {k: v for k, v in cfg.changed().items() if k in ApiConfig.__annotations__}
-    write_world(folder, **start_from, crowd='', pool=cfg.judge, held_out=cfg.held_out or cfg.judge,
-                preferences='./preferences.json' if cfg.preferences else '',
-                ways=['likeliest', 'longest'], sizes=own_sizes(cfg), asking=asking)
+    labelled = './preferences.json' if cfg.preferences else ''
+    board = cfg.held_out or cfg.judge
+    write_world(folder, **start_from, crowd='', pool=cfg.judge, held_out=board,
+                preferences=labelled, ways=['likeliest', 'longest'], sizes=own_sizes(cfg),
+                asking=asking)
     read_world(cfg.out)   # what a farm would miss is refused now
     folder.finish(parameters=cfg.weights_counted, prompts=len(data['prompts']),
                   labels=planned['labels'])

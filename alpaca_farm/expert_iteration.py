@@ -12,13 +12,16 @@ from typing import Annotated
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import answer_eval_split, AnswerConfig, load_split, preflight
-from .core.answers import sample_answers, SampleConfig, settle
+from .core.answers import answer_eval_split, AnswerConfig, load_split
+from .core.preflight import preflight
+from .core.answers import sample_answers, SampleConfig
+from .core.preflight import settle
 from .core.data.records import each_answer, find_file, load_records, read_rows
 from .core.run.files import write_json
 from .core.run.paths import at_root
 from .core.run.jobs import add_times, Job, run_or_fail
-from .core.model.models import load_policy, load_tokenizer, save_model
+from .core.model.models import load_policy, save_model
+from .core.model.loading import load_tokenizer
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.progress import tell
 from .core.run.runs import start

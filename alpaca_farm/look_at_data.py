@@ -19,7 +19,9 @@ from typing import Annotated
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import answer_labels, PromptConfig, settle
+from .core.answers import PromptConfig
+from .core.labelled import answer_labels
+from .core.preflight import settle
 from .core.data.dialogues import as_messages, full_instruction, prompt_key
 from .core.data.formats import FIELDS, find_reader, parse_columns
 from .core.data.preferences import pair_identity

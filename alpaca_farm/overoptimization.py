@@ -28,7 +28,8 @@ from .core.model.policy import Policy
 from .core.model.rewards import reward
 from .core.run.progress import Progress
 from .core.run.runs import methods, run_config, run_of, start, write_csv
-from .core.run.settings import at_root, command, Positive
+from .core.run.paths import at_root
+from .core.run.settings import command, Positive
 from .core.stats import best_of_n_value, best_of_n_weights, bootstrap, kl_best_of_n
 from .core.stats import kl_best_of_n_estimate, tilted_weights
 from .judging.judges import load_annotators

@@ -17,11 +17,14 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import load_split, mean_figures, preflight, settle
+from .core.answers import load_split
+from .core.stats import mean_figures
+from .core.preflight import preflight, settle
 from .core.functional import gae, has_spread, kl_estimate, KL_KINDS, masked_mean
 from .core.functional import masked_var, masked_whiten
 from .core.model.models import answer_states, load_policy, load_reference, load_scalar
-from .core.model.models import load_tokenizer, logprobs, scalar_on, values, zero_head
+from .core.model.loading import load_tokenizer
+from .core.model.models import logprobs, scalar_on, values, zero_head
 from .core.online import CheckpointSelector, finish_run, in_micro_batches, load_prompts
 from .core.online import OnlineConfig, prompt_indices, rollout_scores, sample_rollout
 from .core.run.processes import rank
@@ -31,6 +34,7 @@ from .core.run.runs import start
 from .core.run.settings import Amount, by_size, command, Positive, Scale, Schedule
 from .core.run.settings import Share
 from .core.training import Trainer
+from .core.training import step_seed
 
 # %% ../nbs/ppo.ipynb #5e5c2420
 def ppo_policy_loss(
@@ -288,7 +292,7 @@ def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) ->
     "Make all passes over one rollout; means of the figures over its optimiser steps, if any."
     updates = []
     for epoch in range(cfg.ppo_epochs):
-        g = torch.Generator().manual_seed((cfg.seed * 1_000_003 + trainer.step) * 101 + epoch)
+        g = torch.Generator().manual_seed(step_seed(cfg.seed, trainer.step) * 101 + epoch)
         prompts = torch.randperm(cfg.rollouts // cfg.group, generator=g)
         order = (prompts[:, None] * cfg.group + torch.arange(cfg.group)).flatten()
         for rows in order.split(cfg.batch_size):
@@ -333,7 +337,7 @@ def train(cfg: PPOConfig):
         rows = rollout_indices(len(prompts), step, cfg)
         batch, answered = sample_rollout(
             policy, [records[i] for i in rows], [prompts[i] for i in rows], cfg,
-            seed=cfg.seed * 1_000_003 + step)
+            seed=step_seed(cfg.seed, step))
         scores, scored = rollout_scores(reward_of, answered, trainer.extra, cfg)
         batch, figures = experience(policy, reference, value, batch, scores.to(policy.device), cfg)
         figures |= scored | dict(kl_coef=cfg.kl_coef)

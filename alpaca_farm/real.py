@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.answers import fitting_prompts, in_chunks, sample_answers, SampleConfig
+from .core.answers import fitting_prompts, sample_answers, SampleConfig
+from .core.training import in_chunks
 from .core.data.preferences import output_texts, Pool
 from .core.data.records import load_records
 from .core.functional import has_spread

@@ -16,20 +16,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .core.answers import settle
 from .core.data.preferences import answer_of
 from .core.data.records import load_records
 from .core.data.dialogues import full_instruction
 from .core.functional import has_spread
-from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
+from .core.model.models import load_scalar, save_model, sequence_scores
+from .core.model.loading import load_tokenizer
 from .core.model.policy import Policy
 from .core.model.rewards import score_records
+from .core.preflight import settle
 from .core.run.runs import start
 from .core.run.settings import Amount, Arguments, by_size, command, Count, Named
 from .core.run.settings import Positive, Schedule, Template, TrainConfig
 from .core.stats import wilson
 from .core.data.text import check_positions, encode
-from .core.training import answer_batch, batches, hold_out, Trainer
+from .core.labelled import hold_out
+from .core.training import answer_batch, batches, example_lengths, Trainer
 
 # %% ../nbs/reward_model.ipynb #a04d06b0
 @dataclass
@@ -84,11 +86,13 @@ def pairwise_loss(
 ):  # (B,)
     "Compute the Bradley-Terry loss of each pair, in nats (Christiano et al., 2017)."
     def nll(lead):
-        return -_label_chance(lead, flip_rate).log() if flip_rate else -F.logsigmoid(lead)
+        if not flip_rate: return -F.logsigmoid(lead)
+        return -_label_chance(lead, flip_rate).log()
 
     lead = chosen - rejected
-    if target is None: return nll(lead - margin)
-    return target * nll(lead - margin) + (1 - target) * nll(-lead - margin)
+    as_labelled = nll(lead - margin)
+    if target is None: return as_labelled
+    return target * as_labelled + (1 - target) * nll(-lead - margin)
 
 # %% ../nbs/reward_model.ipynb #7c175b30
 def margins(
@@ -109,7 +113,7 @@ def _pair_accuracy(lead: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     "Give 1 where model and label prefer the same, 0.5 where either is undecided, else 0."
     return .5 + .5 * torch.sign(lead) * torch.sign(label - .5)
 
-
+# %% ../nbs/reward_model.ipynb #a935ee7e
 def _prompt_batches(
     prompts: list,    # tokens of each pair's prompt
     lengths: list[int],  # tokens of each pair
@@ -121,24 +125,28 @@ def _prompt_batches(
     same = {}
     for i, prompt in enumerate(prompts): same.setdefault(tuple(prompt), []).append(i)
     groups = list(same.values())
-    longest = [max(map(lengths.__getitem__, rows)) for rows in groups]
+    longest = [max(lengths[i] for i in rows) for rows in groups]
     at_once = max(1, batch_size * len(groups) // len(prompts))
     order = []
     for step in batches(longest, at_once, epochs, seed):
-        order.append(sum((groups[k] for k in step), []))
+        rows = []
+        for k in step: rows += groups[k]
+        order.append(rows)
     return order
 
-
+# %% ../nbs/reward_model.ipynb #3147bbb3
 def _score_distinct(model, batch: dict) -> torch.Tensor:  # (B, 2)
     "Score both answers of pairs; one that is in several pairs is read once."
-    parts = [batch[k].flatten(0, 1) for k in ('ids', 'mask', 'response')]
+    parts = [batch[name].flatten(0, 1) for name in ('ids', 'mask', 'response')]
     places = {}       # of the distinct answers
-    kept = []
-    index = []
+    kept = []         # the row where each of them stands first
+    index = []        # the place of each row's answer
     for i, row in enumerate(torch.cat(parts, 1).tolist()):
-        place = places.setdefault(tuple(row), len(kept))
-        if place == len(kept): kept.append(i)
-        index.append(place)
+        row = tuple(row)
+        if row not in places:
+            places[row] = len(kept)
+            kept.append(i)
+        index.append(places[row])
     scores = sequence_scores(model, *(part[kept] for part in parts))
     return scores[index].view(-1, 2)
 
@@ -152,8 +160,8 @@ def reward_loss(
     first, second = _score_distinct(model, batch).unbind(1)
     lead = second - first
     label = batch['label']
-    return dict(loss=pairwise_loss(second, first, label, batch['margin'], flip_rate),
-                accuracy=_pair_accuracy(lead, label), margin=lead * (2 * label - 1))
+    loss = pairwise_loss(second, first, label, batch['margin'], flip_rate)
+    return dict(loss=loss, accuracy=_pair_accuracy(lead, label), margin=lead * (2 * label - 1))
 
 # %% ../nbs/reward_model.ipynb #dab4f7ac
 def load_preference_pairs(run) -> tuple[dict, list[dict], int]:
@@ -161,8 +169,9 @@ def load_preference_pairs(run) -> tuple[dict, list[dict], int]:
     cfg = run.cfg
     records = load_records(cfg.preferences, 'preferences', 'preference', cfg.max_instances,
                            cfg.columns)
-    rows = hold_out(records, cfg.held_out, cfg.seed)
-    learn, apart = ([records[i] for i in some] for some in rows)
+    rows, held_out = hold_out(records, cfg.held_out, cfg.seed)
+    learn = [records[i] for i in rows]
+    apart = [records[i] for i in held_out]
     if not apart: raise ValueError(f'{cfg.preferences}: too few prompts to hold a pair out')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, learn, apart)
@@ -170,19 +179,20 @@ def load_preference_pairs(run) -> tuple[dict, list[dict], int]:
     rows, prompts, answers = encode(learn, *how)
     fit = [learn[i] for i in rows]
     apart = [apart[i] for i in encode(apart, *how)[0]]
-    pairs = dict(prompts=prompts, answers=answers,
-                 label=torch.tensor([r['preference'] - 1 for r in fit]),
-                 margin=torch.tensor(margins(fit, cfg.margin, cfg.margin_field)))
+    label = torch.tensor([r['preference'] - 1 for r in fit])
+    margin = torch.tensor(margins(fit, cfg.margin, cfg.margin_field))
+    pairs = dict(prompts=prompts, answers=answers, label=label, margin=margin)
     return pairs, apart, len(learn) - len(fit)
 
 # %% ../nbs/reward_model.ipynb #98f8afd0
 def _observed(pairs: list[dict]) -> dict[str, tuple[list[int], np.ndarray]]:
-    "Labels, and mean preferences if any, from 0 to 1: the pairs that have them, and what."
-    found = {}
+    "Give labels, and mean preferences if any, from 0 to 1, with the rows that have them."
+    observed = {}
     for name, field in (('labels', 'preference'), ('expected', 'expected')):
         rows = [i for i, r in enumerate(pairs) if r.get(field) is not None]
-        if rows: found[name] = rows, np.array([pairs[i][field] - 1 for i in rows])
-    return found
+        values = [pairs[i][field] - 1 for i in rows]
+        if rows: observed[name] = rows, np.array(values)
+    return observed
 
 
 def accuracies(
@@ -190,14 +200,15 @@ def accuracies(
     pairs: list[dict],  # N preference records
 ) -> dict[str, float]:  # with 95 % intervals
     "Compute the agreement with labels and with the annotators' majority, and the labels' ceiling."
+    names = dict(labels='accuracy', expected='accuracy_majority')
+    observed = _observed(pairs)
     figures = {}
-    for kind, (rows, p) in _observed(pairs).items():
-        name = 'accuracy'
-        if kind == 'expected':
-            name = 'accuracy_majority'
-            figures['accuracy_ceiling'] = float(np.maximum(p, 1 - p).mean())
-        right = _pair_accuracy(torch.tensor(lead[rows]), torch.tensor(p)).numpy()
-        figures |= wilson(float(right.sum()), len(right)).columns(name)
+    if 'expected' in observed:
+        _, p = observed['expected']
+        figures['accuracy_ceiling'] = float(np.maximum(p, 1 - p).mean())
+    for kind, (rows, p) in observed.items():
+        right = _pair_accuracy(torch.tensor(lead[rows]), torch.tensor(p))
+        figures |= wilson(float(right.sum()), len(rows)).columns(names[kind])
     return figures
 
 # %% ../nbs/reward_model.ipynb #952ea7b0
@@ -215,8 +226,8 @@ def calibration(
     rows = []
     for b in np.array_split(order, min(bins, len(order))):
         share, low, high = map(float, wilson(agree[b].sum(), len(b)))
-        rows.append(dict(pairs=len(b), predicted=float(sure[b].mean()), observed=share,
-                         low=low, high=high))
+        mean_sure = float(sure[b].mean())
+        rows.append(dict(pairs=len(b), predicted=mean_sure, observed=share, low=low, high=high))
     return rows
 
 
@@ -234,9 +245,8 @@ def _save_reward_model(
     "Measure a model on held-out pairs, standardise it, and write model/ and tables."
     cfg = run.cfg
     answers = [answer_of(r, 1) for r in pairs] + [answer_of(r, 2) for r in pairs]
-    scores = score_records(model, answers, cfg.template, standardise=False)
-    first, second = scores = np.array(scores).reshape(2, -1)
-    lead = second - first
+    scores = np.array(score_records(model, answers, cfg.template, standardise=False))
+    lead = scores[len(pairs):] - scores[:len(pairs)]
     figures = accuracies(lead, pairs)
     figures |= dict(reward_mean=float(scores.mean()), reward_std=float(scores.std()))
     model.config.reward_mean = figures['reward_mean']
@@ -244,9 +254,12 @@ def _save_reward_model(
     save_model(model, run)
     run.write('leads.json', lead.tolist())
     p = _label_chance(torch.tensor(lead), cfg.flip_rate).numpy()   # of the label, flips included
-    tables = {name: calibration(p[rows], seen) for name, (rows, seen) in _observed(pairs).items()}
+    tables = {}
+    for name, (rows, seen) in _observed(pairs).items():
+        tables[name] = calibration(p[rows], seen)
+        figures[f'ece_{name}'] = _calibration_error(tables[name])
     run.write('calibration.json', tables)
-    return figures | {f'ece_{name}': _calibration_error(rows) for name, rows in tables.items()}
+    return figures
 
 # %% ../nbs/reward_model.ipynb #9d2a11b0
 def train(cfg: RewardModelConfig):
@@ -262,16 +275,17 @@ def train(cfg: RewardModelConfig):
     model.config.likelihood = cfg.likelihood
     model.config.pooling = cfg.pooling
     check_positions(model, cfg.max_length, 'max_length')
-    lengths = [len(p) + max(map(len, a)) for p, *a in zip(pairs['prompts'], *pairs['answers'])]
-    order = _prompt_batches(pairs['prompts'], lengths, cfg.batch_size, cfg.epochs, cfg.seed)
+    prompts, answers = pairs['prompts'], pairs['answers']
+    lengths = example_lengths(prompts, answers)
+    order = _prompt_batches(prompts, lengths, cfg.batch_size, cfg.epochs, cfg.seed)
     head = {'score.weight': cfg.head_learning_rate or cfg.learning_rate}
     trainer = Trainer(run, len(order), dict(model=model), head, shown='accuracy')
+    def loss(batch): return reward_loss(model, batch, cfg.flip_rate)
     for step in trainer.steps():
         rows = order[step - 1]
-        batch = answer_batch(pairs['prompts'], pairs['answers'], rows,
-                             model.tokenizer.pad_token_id)
+        batch = answer_batch(prompts, answers, rows, model.tokenizer.pad_token_id)
         batch |= dict(label=pairs['label'][rows], margin=pairs['margin'][rows])
-        trainer.log(**trainer.update(batch, lambda b: reward_loss(model, b, cfg.flip_rate)))
+        trainer.log(**trainer.update(batch, loss))
     figures = _save_reward_model(run, model, apart)
     run.finish(labels=len(lengths), held_out=len(apart), too_long=too_long, **figures)
     return run

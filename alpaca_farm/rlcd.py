@@ -18,7 +18,7 @@ from pydantic import (BaseModel, Field, field_validator, NonNegativeInt, Validat
 from typing_extensions import TypedDict
 
 from .annotators import annotate_pairs
-from .core.answers import in_chunks, mean, SampleConfig
+from .core.answers import SampleConfig
 from .core.ask.client import ApiConfig
 from .core.ask.completions import LocalWriter, ServedWriter
 from .core.data.dialogues import as_messages, bare_prompt, dialogue_text
@@ -30,6 +30,8 @@ from .core.run.files import atomic_write, read_json, read_yaml
 from .core.run.paths import at_root, notebooks_folder, root
 from .core.run.runs import start
 from .core.run.settings import command, Count, Named, Positive, Scale
+from .core.stats import mean
+from .core.training import in_chunks
 
 # %% ../nbs/rlcd.ipynb #93c12fa3
 _Text = Annotated[str, Field(min_length=1)]

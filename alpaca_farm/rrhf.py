@@ -14,12 +14,16 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, end_turns, mean, preflight
-from .core.answers import sample, SampleConfig, settle
+from .core.answers import answer_eval_split, AnswerConfig, end_turns
+from .core.stats import mean
+from .core.preflight import preflight
+from .core.answers import sample, SampleConfig
+from .core.preflight import settle
 from .core.data.records import each_answer, LISTS, load_records, merge_candidates
 from .core.data.records import select_candidates, without_lists
 from .core.data.text import collate, decode, encode_prompts, encode_responses
 from .core.data.text import within_limit
+from .core.data.records import first_places
 from .core.model.beams import beam_search
 from .core.model.loading import load_tokenizer
 from .core.model.models import load_policy, load_reference, response_logprobs
@@ -32,6 +36,7 @@ from .core.run.runs import read_log, start
 from .core.run.settings import Amount, as_list, by_size, command, Count, Named
 from .core.run.settings import Positive, Schedule, TrainConfig
 from .core.training import batches, Trainer
+from .core.training import step_seed
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
@@ -85,9 +90,11 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
 # %% ../nbs/rrhf.ipynb #3e438a70
 def _ranked_pairs(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     "Mark where candidate i scores below candidate j and both exist: (B, k, k)."
-    return (scores[:, :, None] < scores[:, None]) & mask[:, :, None] & mask[:, None]
+    below = scores[:, :, None] < scores[:, None]
+    both = mask[:, :, None] & mask[:, None]
+    return below & both
 
-
+# %% ../nbs/rrhf.ipynb #47f1aadd
 def rrhf_loss(
     logps: torch.Tensor,   # (B, k) length-normalised log-probs, p
     scores: torch.Tensor,  # (B, k), r
@@ -96,8 +103,12 @@ def rrhf_loss(
 ) -> torch.Tensor:  # (B,)
     "Compute the rank loss of each query (Yuan et al., 2023, eq. 2)."
     pairs = _ranked_pairs(scores, mask)
-    loss = torch.where(pairs, logps[:, :, None] - logps[:, None], 0).clamp(min=0).sum((1, 2))
-    return loss / pairs.sum((1, 2)).clamp(min=1) if reduction == 'mean' else loss
+    lead = logps[:, :, None] - logps[:, None]   # of the worse candidate
+    cost = torch.where(pairs, lead, 0).clamp(min=0)
+    loss = cost.sum((1, 2))
+    if reduction == 'sum': return loss
+    count = pairs.sum((1, 2))
+    return loss / count.clamp(min=1)
 
 # %% ../nbs/rrhf.ipynb #057803a0
 def _candidate_tokens(
@@ -111,7 +122,7 @@ def _candidate_tokens(
     ended = query['ended'][len(sampled):]
     return sampled + encode_responses(texts, tokenizer, ended, template, [query] * len(texts))
 
-
+# %% ../nbs/rrhf.ipynb #38ab9bbf
 def _limit_candidates(
     query: dict,
     prompt: list[int],  # its token ids
@@ -120,24 +131,30 @@ def _limit_candidates(
 ) -> dict:
     "Keep a query's first `cfg.k` different candidates that fit into `cfg.max_length`."
     limit = cfg.max_length - len(prompt)
-    texts = query['output']
+    answers = _candidate_tokens(query, tokenizer, cfg.template)
     kept = []
-    for i, ids in enumerate(_candidate_tokens(query, tokenizer, cfg.template)):
-        if 0 < len(ids) <= limit and texts[i] not in texts[:i]: kept.append(i)
-    limited = select_candidates(query, kept[:cfg.k])
-    if sampled := query.get('tokens'):
-        limited['tokens'] = [sampled[i] for i in kept[:cfg.k] if i < len(sampled)]
+    for i in first_places(query['output']):
+        if 0 < len(answers[i]) <= limit: kept.append(i)
+    kept = kept[:cfg.k]
+    limited = select_candidates(query, kept)
+    sampled = query.get('tokens', [])
+    if sampled: limited['tokens'] = [sampled[i] for i in kept if i < len(sampled)]
     return limited
 
 # %% ../nbs/rrhf.ipynb #dca77770
+def _read_queries(cfg: RRHFConfig) -> list[dict]:
+    "Read the queries with the candidates of the files, or without any."
+    most = cfg.max_instances or None
+    if cfg.candidates: return merge_candidates(cfg.candidates, cfg.sources, cfg.columns)[:most]
+    records = load_records(cfg.data, cfg.split, columns=cfg.columns)
+    without = dict.fromkeys(LISTS, [])
+    return [r | without for r in records[:most]]
+
+
 def _load_queries(run, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
     "Load queries, each with its prompt's ids, and count those left out; ValueError for none left."
     cfg = run.cfg
-    if cfg.candidates: found = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
-    else:
-        records = load_records(cfg.data, cfg.split, columns=cfg.columns)
-        found = [r | dict.fromkeys(LISTS, []) for r in records]
-    found = found[:cfg.max_instances or None]
+    found = _read_queries(cfg)
     settle(run, tokenizer, found)
     prompts = encode_prompts(found, tokenizer, cfg.template)
     fit = within_limit(list(map(len, prompts)), cfg.max_prompt, 'prompts', 'max_prompt')
@@ -150,11 +167,18 @@ def _load_queries(run, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
     need = 'space for max_new_tokens' if cfg.n else 'two different candidates'
     need += f' within max_length = {cfg.max_length} tokens, prompt included'
     if not queries: raise ValueError(f'none of the {len(found)} queries has {need}')
-    if missing := len(fit) - len(queries):
-        print(f'{missing} of {len(fit)} queries do not have {need}: left out')
+    missing = len(fit) - len(queries)
+    if missing: print(f'{missing} of {len(fit)} queries do not have {need}: left out')
     return queries, len(found) - len(queries)
 
 # %% ../nbs/rrhf.ipynb #08fa17e0
+def _put_cut_off_last(scores: torch.Tensor, ended: list[bool]) -> torch.Tensor:
+    "Put the answers of a query that were cut off 1 below its worst whole answer."
+    whole = torch.tensor(ended).bool()
+    worst = scores[whole].min() if whole.any() else 0.
+    return torch.where(whole, scores, worst - 1)
+
+
 def _score_pool(
     pool: list[dict],
     score_of,         # records -> scores; None for the scores that the candidates have
@@ -163,21 +187,21 @@ def _score_pool(
 ) -> list[dict]:
     "Score a pool; ValueError for a score that is not a finite number."
     answers = [without_lists(r) for r in each_answer(pool)]
-    if score_of: scores = list(score_of(answers))
-    else: scores = sum((q['scores'] for q in pool), [])
+    scores = list(score_of(answers)) if score_of else []
+    if not score_of:
+        for query in pool: scores += query['scores']
     for r, score in zip(answers, scores):
-        if score is None or not math.isfinite(score):
-            raise ValueError(f'{r["output"]!r:.60}: its score is {score}. '
-                             'Name another reward_model')
+        if score is not None and math.isfinite(score): continue
+        raise ValueError(f'{r["output"]!r:.60}: its score is {score}. Name another reward_model')
     scores = torch.tensor(scores, dtype=torch.float64)
-    if log_ratios is not None: scores = (scores.float() - cfg.kl_coef * log_ratios).double()
+    if log_ratios is not None:
+        penalty = cfg.kl_coef * log_ratios
+        scores = (scores.float() - penalty).double()
+    sizes = [len(query['output']) for query in pool]
     scored = []
-    for query, values in zip(pool, scores.split([len(q['output']) for q in pool])):
-        if cfg.missing_eos == 'replace':
-            ended = torch.tensor(query['ended']).bool()
-            worst = values[ended].min() if ended.any() else 0.
-            values = torch.where(ended, values, worst - 1)
-        scored.append(dict(query, scores=values.tolist()))
+    for query, own in zip(pool, scores.split(sizes)):
+        if cfg.missing_eos == 'replace': own = _put_cut_off_last(own, query['ended'])
+        scored.append(dict(query, scores=own.tolist()))
     return scored
 
 # %% ../nbs/rrhf.ipynb #884d9c30
@@ -190,23 +214,36 @@ def _add_own_candidates(
 ) -> list[dict]:
     "Put the policy's `cfg.n` candidates before those of each query; with the `tokens` drawn."
     if not cfg.n: return queries
+    tokenizer = policy.tokenizer
     if cfg.decoding == 'sample':
         _, _, groups = sample(policy, queries, cfg, cfg.n, seed, prompts=prompts)
     else:
         groups = beam_search(policy, prompts, cfg.n, cfg.groups, cfg.diversity_penalty,
                              cfg.max_new_tokens)
-        groups = end_turns(queries, groups, policy.tokenizer, cfg.template)   # of dialogues
+        groups = end_turns(queries, groups, tokenizer, cfg.template)   # of dialogues
     pool = []
     for query, samples in zip(queries, groups):
-        n = len(samples)
-        own = dict(output=[decode(s.tokens, policy.tokenizer, cfg.template, query) for s in samples],
-                   source=['policy'] * n, scores=[None] * n, ended=[s.ended for s in samples],
-                   tokens=[s.tokens for s in samples])
-        pool.append(query | {k: values + query.get(k, []) for k, values in own.items()})
+        own = dict(output=[], source=[], scores=[], ended=[], tokens=[])
+        for s in samples:
+            text = decode(s.tokens, tokenizer, cfg.template, query)
+            made = dict(output=text, source='policy', scores=None, ended=s.ended, tokens=s.tokens)
+            for name, value in made.items(): own[name].append(value)
+        for name, values in own.items(): own[name] = values + query.get(name, [])
+        pool.append(query | own)
     return pool
 
-
+# %% ../nbs/rrhf.ipynb #4304cccc
 def _pool_name(step: int) -> str: return f'candidates-{step}.json' if step else 'candidates.json'
+
+
+def _pool_ratios(policy, reference, pool, prompts, cfg) -> torch.Tensor:
+    "Compute log pi - log pi_ref of all candidates of a pool, in nats."
+    rows = []
+    for query, prompt in zip(pool, prompts):
+        answers = _candidate_tokens(query, policy.tokenizer, cfg.template)
+        rows += [(prompt, answer) for answer in answers]
+    read = *zip(*rows), cfg.temperature or 1.
+    return response_logprobs(policy, *read) - response_logprobs(reference, *read)
 
 
 def _candidate_pool(
@@ -220,20 +257,15 @@ def _candidate_pool(
     cfg = run.cfg
     queries, prompts = zip(*queries)
     name = _pool_name(step)
-    if once(run.path(name).exists): return list(zip(read_json(run.path(name)), prompts))
-    seed = cfg.seed * 1_000_003 + step + 1
-    tokenizer = policy.tokenizer
-    pool = _add_own_candidates(policy, queries, prompts, cfg, seed)
-    pool = [_limit_candidates(q, p, tokenizer, cfg) for q, p in zip(pool, prompts)]
-    log_ratios = None
-    if cfg.kl_coef and step:
-        rows = []
-        for query, prompt in zip(pool, prompts):
-            rows += [(prompt, ids) for ids in _candidate_tokens(query, tokenizer, cfg.template)]
-        read = *zip(*rows), cfg.temperature or 1.
-        log_ratios = response_logprobs(policy, *read) - response_logprobs(reference, *read)
-    pool = _score_pool(pool, score_of, cfg, log_ratios)
-    if not step and all(len(set(q['scores'])) < 2 for q in pool):
+    file = run.path(name)
+    if once(file.exists): return list(zip(read_json(file), prompts))
+    pool = _add_own_candidates(policy, queries, prompts, cfg, step_seed(cfg.seed, step + 1))
+    pool = [_limit_candidates(q, p, policy.tokenizer, cfg) for q, p in zip(pool, prompts)]
+    ratios = None
+    if cfg.kl_coef and step: ratios = _pool_ratios(policy, reference, pool, prompts, cfg)
+    pool = _score_pool(pool, score_of, cfg, ratios)
+    most = max(len(set(query['scores'])) for query in pool)   # different scores of a query
+    if not step and most < 2:
         raise ValueError('all candidates of each query have one score: there is nothing to rank')
     run.write(name, pool)
     return list(zip(pool, prompts))
@@ -245,20 +277,37 @@ def rrhf_batch(
     template: str = 'auto',    # prompt format
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, k, T); scores, present (B, k); best (B,)
     "Collate queries, with empty rows where one has fewer than k candidates."
-    shape = len(queries), max(len(q['output']) for q, _ in queries)
+    most = max(len(query['output']) for query, _ in queries)
+    shape = len(queries), most
     scores = torch.zeros(shape, dtype=torch.float64)
     present = torch.zeros(shape, dtype=torch.bool)
     rows = []
     for i, (query, prompt) in enumerate(queries):
         answers = _candidate_tokens(query, tokenizer, template)
-        rows += [(prompt, ids) for ids in answers] + [([], [])] * (shape[1] - len(answers))
-        scores[i, :len(answers)] = torch.tensor(query['scores'], dtype=torch.float64)
-        present[i, :len(answers)] = True
+        k = len(answers)
+        rows += [(prompt, answer) for answer in answers]
+        rows += [([], [])] * (most - k)
+        scores[i, :k] = torch.tensor(query['scores'], dtype=torch.float64)
+        present[i, :k] = True
     batch = collate(*zip(*rows), tokenizer.pad_token_id)
-    batch = {k: v.view(*shape, -1) for k, v in batch.items()}
+    batch = {name: x.view(*shape, -1) for name, x in batch.items()}
     best = scores.masked_fill(~present, -math.inf).argmax(1)
-    return batch | dict(scores=scores, present=present, best=best,
-                        weight=torch.ones(len(queries)))
+    weight = torch.ones(len(queries))
+    return batch | dict(scores=scores, present=present, best=best, weight=weight)
+
+# %% ../nbs/rrhf.ipynb #07521e8c
+def _share_in_order(
+    logps: torch.Tensor,    # (B, k) length-normalised log-probs
+    scores: torch.Tensor,   # (B, k)
+    present: torch.Tensor,  # (B, k) bool
+) -> torch.Tensor:  # (B,)
+    "Compute the share of a query's pairs that the policy orders as the scores do."
+    pairs = _ranked_pairs(scores, present)
+    lead = logps[:, None] - logps[:, :, None]   # of the better candidate
+    right = .5 + .5 * torch.sign(lead)
+    count = pairs.sum((1, 2))
+    right = torch.where(pairs, right, 0).sum((1, 2))
+    return torch.where(count > 0, right / count.clamp(min=1), .5)
 
 
 def rrhf_step(
@@ -269,18 +318,17 @@ def rrhf_step(
     "Compute the loss and figures of each query (Yuan et al., 2023, eq. 2 to 4)."
     present = batch['present']
     scores = batch['scores']
-    rows = {k: batch[k][present] for k in ('ids', 'mask', 'response')}
+    rows = {name: batch[name][present] for name in ('ids', 'mask', 'response')}
     logps = sequence_logprobs(policy, rows, cfg.temperature or 1.)
     sums = logps.new_zeros(present.shape).masked_scatter(present, logps)
     lengths = batch['response'].sum(2).clamp(min=1)   # each candidate's own
     p = sums / lengths ** cfg.length_penalty
     rank = rrhf_loss(p, scores, present, cfg.rank_reduction)
-    nll = -sums.gather(1, batch['best'][:, None])[:, 0]
-    pairs = _ranked_pairs(scores, present)
-    right = torch.where(pairs, .5 + .5 * torch.sign(p[:, None] - p[:, :, None]), 0).sum((1, 2))
-    count = pairs.sum((1, 2))
-    accuracy = torch.where(count > 0, right / count.clamp(min=1), .5)
-    return dict(loss=cfg.rrhf_weight * rank + nll, rank=rank, nll=nll, accuracy=accuracy)
+    best = batch['best'][:, None]
+    nll = -sums.gather(1, best)[:, 0]
+    loss = cfg.rrhf_weight * rank + nll
+    accuracy = _share_in_order(p, scores, present)
+    return dict(loss=loss, rank=rank, nll=nll, accuracy=accuracy)
 
 # %% ../nbs/rrhf.ipynb #7516c140
 def perplexities(policy: Policy, texts: list[str]) -> list[float]:  # one for each text
@@ -288,11 +336,12 @@ def perplexities(policy: Policy, texts: list[str]) -> list[float]:  # one for ea
     tokenizer = policy.tokenizer
     first = tokenizer.bos_token_id
     if first is None: first = tokenizer.eos_token_id
-    texts = [t.replace('\n', ' ') or ' ' for t in texts]
-    ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)['input_ids']
-    ids = [i or [first] for i in ids]  # a tokenizer may have no token for a space
-    sums = response_logprobs(policy, [[first]] * len(ids), ids)
-    return (-sums / torch.tensor([len(i) for i in ids])).exp().tolist()
+    texts = [text.replace('\n', ' ') or ' ' for text in texts]
+    rows = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)['input_ids']
+    rows = [row or [first] for row in rows]   # a tokenizer may have no token for a space
+    sums = response_logprobs(policy, [[first]] * len(rows), rows)
+    lengths = torch.tensor([len(row) for row in rows])
+    return (-sums / lengths).exp().tolist()
 
 # %% ../nbs/rrhf.ipynb #b4f2d8e1
 def _answer_figures(run, reward_of=None) -> dict[str, float]:
@@ -305,20 +354,45 @@ def _answer_figures(run, reward_of=None) -> dict[str, float]:
         reward_of = reward_of or reward(cfg.reward_model, cfg, cfg.template)
         figures['reward'] = mean(reward_of(outputs))
     if cfg.perplexity_model:
-        each = perplexities(load_policy(cfg.perplexity_model, cfg), [r['output'] for r in outputs])
-        figures |= dict(perplexity=mean(each), perplexity_median=float(np.median(each)))
+        judge = load_policy(cfg.perplexity_model, cfg)
+        each = perplexities(judge, [r['output'] for r in outputs])
+        figures['perplexity'] = mean(each)
+        figures['perplexity_median'] = float(np.median(each))
     return figures
 
 # %% ../nbs/rrhf.ipynb #c17fd9ff
 def _count_labels(run) -> dict[str, int]:
     "Count the labels behind the scores of a run, and its queries with a single candidate."
     cfg = run.cfg
-    sizes = []
+    single = 0
     for file in run.folder.glob('candidates*.json'):
-        sizes += [len(q['output']) for q in read_json(file)]
+        for query in read_json(file): single += len(query['output']) < 2
     if cfg.reward_model: labels = label_count(cfg.reward_model)
     else: labels = max(map(label_count, as_list(cfg.candidates)))
-    return dict(single=sum(k < 2 for k in sizes), labels=labels)
+    return dict(single=single, labels=labels)
+
+# %% ../nbs/rrhf.ipynb #55f9ee21
+def _last_figures(run, pool: list[dict]) -> dict[str, float]:
+    "Average the figures of the last 20 steps, and those of the last candidates."
+    log = [r for r in read_log(run.folder) if 'loss' in r][-20:]
+    figures = {}
+    for name in ('loss', 'rank', 'nll', 'accuracy'):
+        figures[name] = mean([r[name] for r in log])
+    scores = [q['scores'] for q in pool if q['scores']]
+    measures = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
+    for name, measure in measures.items():
+        figures[name] = mean([float(measure(own)) for own in scores])
+    return figures
+
+# %% ../nbs/rrhf.ipynb #1ef58f47
+def _step_order(queries: list[tuple], tokenizer, cfg: RRHFConfig) -> list[list[int]]:
+    "List the queries of each step, those of similar length together."
+    longest = []
+    for query, prompt in queries:
+        answers = _candidate_tokens(query, tokenizer, cfg.template)
+        most = max(map(len, answers), default=0)
+        longest.append(len(prompt) + most)
+    return batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)
 
 # %% ../nbs/rrhf.ipynb #b4f2d8e2
 def train(cfg: RRHFConfig):
@@ -331,45 +405,40 @@ def train(cfg: RRHFConfig):
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
     reference = load_reference(policy, cfg) if cfg.kl_coef else None
-    reward_of = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
+    reward_of = None
+    if cfg.reward_model: reward_of = reward(cfg.reward_model, cfg, cfg.template)
     preflight(cfg, ('eval_split',), policy, reward=reward_of)
+    def loss(batch): return rrhf_step(policy, batch, cfg)
 
-    longest = []
-    for query, prompt in queries:
-        answers = _candidate_tokens(query, tokenizer, cfg.template)
-        longest.append(len(prompt) + max(map(len, answers), default=0))
-    order = batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)
+    order = _step_order(queries, tokenizer, cfg)
     every = cfg.refresh_every or len(order)
     pool = {}   # of the queries of the coming steps, by number
     trainer = Trainer(run, len(order), dict(policy=policy))
     for step in trainer.steps():
-        since = (step - 1) % every
-        if not pool or not since:
-            begin = step - 1 - since
-            rows = sorted(set(sum(order[begin:begin + every], [])))
-            pool = dict(zip(rows, _candidate_pool(run, begin, policy, reference,
-                                                 [queries[i] for i in rows], reward_of)))
-        rows = [pool[i] for i in order[step - 1] if len(pool[i][0]['output']) > 1]
-        if rows:
-            batch = rrhf_batch(rows, tokenizer, cfg.template)
-            trainer.log(**trainer.update(batch, lambda b: rrhf_step(policy, b, cfg)))
-        else: run.log(step, skipped=len(order[step - 1]))   # single candidates have no order
-        if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, run, f'model-{step}')
+        done = (step - 1) // every * every   # steps before those that share the pool
+        if not pool or done == step - 1:
+            coming = set()
+            for rows in order[done:done + every]: coming |= {*rows}
+            coming = sorted(coming)
+            asked = [queries[i] for i in coming]
+            made = _candidate_pool(run, done, policy, reference, asked, reward_of)
+            pool = dict(zip(coming, made))
+        ranked = []   # single candidates have no order
+        for i in order[step - 1]:
+            query, _ = pool[i]
+            if len(query['output']) > 1: ranked.append(pool[i])
+        if ranked:
+            batch = rrhf_batch(ranked, tokenizer, cfg.template)
+            trainer.log(**trainer.update(batch, loss))
+        else: run.log(step, skipped=len(order[step - 1]))
+        trainer.keep(policy)
 
     save_model(policy, run)
     answered = answer_eval_split(policy, run, load_reference(policy, cfg))
-    last = [r for r in read_log(run.folder) if 'loss' in r][-20:]
-    figures = {}
-    for name in ('loss', 'rank', 'nll', 'accuracy'):
-        figures[name] = mean([r[name] for r in last])
-    pool = read_json(run.path(_pool_name((len(order) - 1) // every * every)))
-    scores = [q['scores'] for q in pool if q['scores']]
-    measures = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
-    for name, measure in measures.items():
-        figures[name] = mean([float(measure(s)) for s in scores])
+    last_pool = _pool_name((len(order) - 1) // every * every)
+    last = read_json(run.path(last_pool))
     run.finish(queries=len(queries), left_out=left_out, **_count_labels(run), **answered,
-               **figures, **_answer_figures(run, reward_of))
+               **_last_figures(run, last), **_answer_figures(run, reward_of))
     return run
 
 # %% ../nbs/rrhf.ipynb #170bce10

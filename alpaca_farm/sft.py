@@ -12,8 +12,9 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, load_split, preflight
-from .core.answers import settle
+from .core.answers import answer_eval_split, AnswerConfig, load_split
+from .core.preflight import preflight
+from .core.preflight import settle
 from .core.data.dialogues import prompt_key, prompt_messages
 from .core.data.formats import notice
 from .core.model.models import load_policy, logprobs, save_model
@@ -22,7 +23,7 @@ from .core.run.runs import read_log, start
 from .core.run.settings import Amount, by_size, command, Count, Named, Positive
 from .core.run.settings import TrainConfig
 from .core.data.text import encode
-from .core.training import batches, token_batch, Trainer
+from .core.training import batches, example_lengths, token_batch, Trainer
 
 # %% ../nbs/sft.ipynb #b757aa20
 @dataclass
@@ -96,26 +97,29 @@ def train(cfg: SFTConfig):
     preflight(cfg, ('eval_split',), policy)
     how = ('output',), policy.tokenizer, cfg.max_length, cfg.template
     _, prompts, (responses,) = encode(learn, *how)
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
+    lengths = example_lengths(prompts, [responses])
     order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
+    pad_id = policy.tokenizer.pad_token_id
     val = []
     if unseen:
         rows, asked, (answers,) = encode(unseen, *how)
         for at in range(0, len(rows), cfg.batch_size):
             some = range(at, min(at + cfg.batch_size, len(rows)))
-            val.append(token_batch(asked, answers, some, policy.tokenizer.pad_token_id))
+            val.append(token_batch(asked, answers, some, pad_id))
     def loss(batch): return sft_loss(policy, batch)
     trainer = Trainer(run, len(order), dict(policy=policy))
     before = trainer.measure(val, loss)
     for step in trainer.steps():
-        batch = token_batch(prompts, responses, order[step - 1], policy.tokenizer.pad_token_id)
+        batch = token_batch(prompts, responses, order[step - 1], pad_id)
         figures = trainer.update(batch, loss)
         trainer.log(**figures, **trainer.evaluate(val, loss))
     save_model(policy, run)
     figures = answer_eval_split(policy, run)
-    figures |= dict(kl=0., examples=len(prompts), too_long=len(learn) - len(prompts), labels=0)
-    if val: figures |= dict(nll_before=before['loss'], nll=read_log(run.folder)[-1]['val_loss'])
-    run.finish(**figures)
+    if val:
+        last = read_log(run.folder)[-1]
+        figures |= dict(nll_before=before['loss'], nll=last['val_loss'])
+    too_long = len(learn) - len(prompts)
+    run.finish(kl=0., examples=len(prompts), too_long=too_long, labels=0, **figures)
     return run
 
 # %% ../nbs/sft.ipynb #441353f0

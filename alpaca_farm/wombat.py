@@ -8,14 +8,14 @@ __all__ = ['WombatConfig', 'rate', 'run']
 # %% ../nbs/wombat.ipynb #4e5ce4fe
 import re
 from dataclasses import dataclass, field
-from statistics import fmean
 
 from .core.ask.client import ApiClient, ApiConfig, ask_until_read
-from .core.data.records import merge_candidates, select_candidates
+from .core.data.records import first_places, merge_candidates, select_candidates
 from .core.data.dialogues import full_instruction, prompt_key
 from .core.data.preferences import hash_uniform, report_missing
 from .core.run.runs import start
 from .core.run.settings import command, Count
+from .core.stats import mean
 from .judging.judges import break_control_tokens
 from .judging.parsers import verdict_text
 
@@ -104,30 +104,26 @@ def rate(
     return rated
 
 # %% ../nbs/wombat.ipynb #644ecb48
-def _different(query: dict) -> dict:
-    "Keep the first of candidates with the same text."
-    texts = query['output']
-    return select_candidates(query, [i for i, t in enumerate(texts) if t not in texts[:i]])
-
-
 def run(cfg: WombatConfig):
     "Bring candidates together and rate them; leaves candidates.json."
     run_folder = start(cfg, run)
     if run_folder.done: return run_folder
     client = ApiClient(cfg, cfg.rater) if cfg.rater else None
-    merged = merge_candidates(cfg.candidates, columns=cfg.columns)[:cfg.max_instances or None]
-    queries = [q for q in map(_different, merged) if len(q['output']) > 1]
+    queries = []
+    for query in merge_candidates(cfg.candidates, columns=cfg.columns)[:cfg.max_instances or None]:
+        query = select_candidates(query, first_places(query['output']))
+        if len(query['output']) > 1: queries.append(query)
     if not queries: raise ValueError('candidates: no prompt has two different ones')
     rated = rate(queries, client, cfg) if client else queries
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
     unrated = len(queries) - len(rated)
     report_missing(cfg.rater, unrated, len(queries), 'prompts')
     run_folder.write('candidates.json', rated)
-    figures = dict(candidates=fmean([len(q['output']) for q in rated]))
+    figures = dict(queries=len(rated), unrated=unrated, labels=len(rated) if client else 0)
+    figures['candidates'] = mean([len(q['output']) for q in rated])
     ties = [len({*q['scores']}) < len(q['scores']) for q in rated if None not in q['scores']]
-    if ties: figures['ties'] = fmean(ties)
-    run_folder.finish(queries=len(rated), unrated=unrated, labels=len(rated) if client else 0,
-                      **figures)
+    if ties: figures['ties'] = mean(ties)
+    run_folder.finish(**figures)
     return run_folder
 
 # %% ../nbs/wombat.ipynb #e4be1bba

@@ -23,10 +23,11 @@ from .judging.measures import preference_probabilities, sample_votes
 from .worlds.folder import SPLITS, write_world
 from .worlds.embedded.authors import Author, EXPERT
 from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
-from .worlds.embedded.crowd import crowd, gold, held_out_crowd, judge, length_biased
+from .worlds.embedded.crowd import crowd, held_out_crowd, judge, length_biased
 from .worlds.embedded.crowd import Population, pool, read_population, sample_crowd
 from .worlds.embedded.crowd import sample_pool, vain_judge, write_population
 from .worlds.embedded.grammar import is_held_out, render, request_of, sample_request
+from .worlds.embedded.grammar import right_answers
 from .worlds.embedded.lexicon import ASKERS
 from .worlds.embedded.prose import sample_page
 
@@ -187,6 +188,7 @@ def _write_judges(cfg: WorldConfig, run):
     here = module_of('world')
     write_world(run, reader=f'{here}:read_population', label_flip=cfg.flips,
                 utility=f'{here}:utility', marks=f'{here}:utility_parts',
+                right=f'{here}:right_answers',
                 ways=['longest', 'utility', 'likeliest', f'{here}:best_without_labels'])
 
 # %% ../nbs/world.ipynb #e0ffa006
@@ -284,7 +286,8 @@ def _base_model(cfg: WorldConfig, tokenizer):
 # %% ../nbs/world.ipynb #b559f497
 def train(cfg: WorldConfig):
     "Write the splits, judges and world.json, and train the base model."
-    from alpaca_farm.core.model.models import logprobs, place_model, save_model
+    from alpaca_farm.core.model.models import logprobs, save_model
+    from alpaca_farm.core.model.loading import place_model
     from alpaca_farm.core.data.text import collate
     from alpaca_farm.core.training import Trainer, batches
     run = start(cfg, train)

@@ -16,7 +16,8 @@ from pathlib import Path
 from alpaca_farm.core.run.files import digest, read_json, write_json
 from alpaca_farm.core.run.runs import run_config
 from alpaca_farm.core.run.progress import Progress
-from alpaca_farm.core.run.settings import at_root, Config, from_args, root
+from alpaca_farm.core.run.paths import at_root, root
+from alpaca_farm.core.run.settings import Config, from_args
 
 
 @dataclass

@@ -20,7 +20,8 @@ from ..core.data.records import load_records
 from ..core.data.dialogues import full_instruction, prompt_key
 from ..core.run.progress import Progress
 from ..core.run.runs import ensure_inputs, run_config, start, write_csv, write_figure
-from ..core.run.settings import at_root, command, Count
+from ..core.run.paths import at_root
+from ..core.run.settings import command, Count
 from ..core.stats import one_hot_votes, vote_mode
 from ..judging.judges import ask_both_orders, check_all_answered, check_known_names
 from ..judging.judges import load_annotators

@@ -17,7 +17,8 @@ from ..core.data.preferences import annotator_name, output_texts
 from ..core.data.dialogues import prompt_key
 from ..core.ask.judge_configs import JudgedConfig
 from ..core.run.runs import read_log, read_signed, start, write_csv, write_figure
-from ..core.run.settings import at_root, command, Count
+from ..core.run.paths import at_root
+from ..core.run.settings import command, Count
 from ..core.stats import win_rate_interval
 from ..judging.judges import load_annotators
 from .corrected import label_columns, explain_win_rate, match_labels

@@ -15,14 +15,14 @@ from .corrected import match_labels, read_people_labels
 from .judged import answers_to, judge_all, read_answers
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from .text import TEXT_COLUMNS, word_scorer
-from ..core.answers import choose_best, score_candidates
+from ..best_of_n import choose_best, score_candidates
 from ..core.data.dialogues import full_instruction, prompt_key
 from ..core.data.preferences import answer_preferences, match_prompts, output_texts
 from ..core.data.preferences import pair_up
 from ..core.data.records import load_records
 from ..core.run.files import read_json
 from ..core.run.runs import read_summary, recipes, write_csv, write_figure
-from ..core.run.settings import at_root
+from ..core.run.paths import at_root
 from ..core.stats import replicate_interval
 from ..judging.judges import api_clients
 from ..worlds.folder import World

@@ -4,37 +4,24 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
-           'sample_answers', 'in_chunks', 'mean', 'choose_best', 'mean_figures', 'answer_figures', 'score_candidates',
-           'log_ratios', 'load_split', 'answer_labels', 'settle', 'try_setting', 'preflight', 'answer_eval_split',
-           'print_answers']
+           'sample_answers', 'answer_figures', 'log_ratios', 'splits_read', 'load_split', 'answer_eval_split']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
-import math
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import combinations, islice
 
-import numpy as np
-
-from .data.records import each_answer, load_records, without_lists
-from .data.preferences import ENDED, verdicts_over
-from .data.formats import notice
-from .data.shown import example_text, learned_texts
-from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
-from .run.defaults import count_weights
-from .run.files import append_lines, read_json, read_lines
-from .run.paths import at_root, hub_snapshot, looks_like_hub
+from .data.records import load_records
+from .data.preferences import ENDED
+from .data.dialogues import NEXT_TURN, prompt_messages
+from .run.paths import at_root
 from .model.generation import generate, Sample
 from .model.models import response_logprobs
 from .model.policy import Policy
-from .run.processes import once
-from .run.progress import Progress, tell
 from .run.settings import Amount, Arguments, as_list, by_size, Config, Count
-from .run.settings import Nucleus, Positive, sized_defaults, Template
-from .stats import standard_error
-from .data.text import check_limit, check_positions, decode, encode_prompts
-from .data.text import encode_responses, end_token, uses_chat, within_limit
+from .run.settings import Nucleus, Positive, Template, standard_error
+from .data.text import decode, encode_prompts
+from .data.text import uses_chat, within_limit
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass
@@ -83,7 +70,7 @@ def fitting_prompts(
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     return [records[i] for i in rows], [prompts[i] for i in rows]
 
-
+# %% ../../nbs/core/answers.ipynb #0ae9b917
 def _before_next_turn(sample: Sample, tokenizer) -> Sample:
     "Cut a sample where it has begun the user's next turn, if it has."
     def begun(k): return NEXT_TURN in tokenizer.decode(sample.tokens[:k])
@@ -105,7 +92,7 @@ def end_turns(
         ended.append([_before_next_turn(s, tokenizer) for s in group] if text else group)
     return ended
 
-
+# %% ../../nbs/core/answers.ipynb #59f1eb4e
 def sample(
     policy: Policy,
     records: list[dict],  # with `instruction` and maybe `input`
@@ -127,7 +114,7 @@ def prompt_fields(record: dict) -> dict:
     given = ('output', 'output_1', 'output_2', 'preference', *ENDED)
     return {k: v for k, v in record.items() if k not in given}
 
-
+# %% ../../nbs/core/answers.ipynb #99cb0a78
 def sample_answers(
     policy: Policy,
     records: list[dict],
@@ -144,73 +131,13 @@ def sample_answers(
             logprob=[round(sum(s.logprobs), 4) for s in group]))
     return answers
 
-# %% ../../nbs/core/answers.ipynb #6c1f8e3a
-def in_chunks(
-    run,
-    items: list,
-    size: int,   # of a chunk, after which a checkpoint is written
-    make,        # some items -> rows
-    figures,     # rows -> what is logged of them
-) -> list[dict]:
-    "Make the rows of all items, `size` items at a time, and keep them in `checkpoint/rows.jsonl`."
-    file = run.path('checkpoint/rows.jsonl')
-    state = run.load() or dict(step=0, size=0)
-    rows = read_lines(file, state['size'])
-    steps = -(-len(items) // size)
-    run.config['steps'] = steps
-    run.write('config.json', run.config)
-    show = Progress(run.folder.name, steps)
-    show(state['step'])
-    for step in range(state['step'], steps):
-        new = make(items[step * size:(step + 1) * size])
-        rows += new
-        state = dict(step=step + 1, size=append_lines(file, state['size'], new))
-        run.log(step + 1, **figures(new))
-        run.save(**state)
-        show(step + 1)
-    return rows
-
-# %% ../../nbs/core/answers.ipynb #c40e11a2
-def mean(values: list) -> float:
-    "Compute the mean of some numbers."
-    return sum(values) / len(values)
-
-
-def choose_best(
-    candidates: list[dict],  # `output`, `ended` and maybe `scores`: lists of n
-) -> list[dict]:
-    "Give each record its best answer as `output`."
-    chosen = []
-    for c in candidates:
-        best = int(np.argmax(c['scores'])) if 'scores' in c else 0
-        chosen.append(dict(without_lists(c), output=c['output'][best], ended=c['ended'][best]))
-    return chosen
-
-
-def mean_figures(
-    logged: list[dict],   # of several steps, with the same names
-) -> dict[str, float]:
-    "Average each figure."
-    means = {}
-    for name in logged[0]: means[name] = mean([r[name] for r in logged])
-    return means
-
-
+# %% ../../nbs/core/answers.ipynb #09158646
 def answer_figures(
     outputs: list[dict],   # answers, with `ended`
 ) -> dict[str, float]:
     "Compute the mean length in words of answers, and the share that ended."
     return dict(length=mean([len(r['output'].split()) for r in outputs]),
                 ended=mean([r['ended'] for r in outputs]))
-
-
-def score_candidates(
-    candidates: list[dict],  # `output` is a list
-    rewards,                 # function of records: their scores
-) -> list[dict]:
-    "Give each record `scores`, one for each of its answers."
-    scores = map(float, rewards(each_answer(candidates)))
-    return [dict(c, scores=list(islice(scores, len(c['output'])))) for c in candidates]
 
 # %% ../../nbs/core/answers.ipynb #ef22a0f0
 def log_ratios(
@@ -225,7 +152,7 @@ def log_ratios(
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #70d5755d
-def _splits_read(cfg: Config) -> list[str]:
+def splits_read(cfg: Config) -> list[str]:
     "List the settings whose splits a run reads."
     names = getattr(cfg, 'splits', ('split', 'val_split', 'eval_split'))
     return [name for name in names if getattr(cfg, name, '')]
@@ -239,7 +166,7 @@ def load_split(
     "Load the records of the split that a setting names; an error names the setting."
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
-    splits = [s for s in as_list(cfg.inputs.get('data', setting)) if s in _splits_read(cfg)]
+    splits = [s for s in as_list(cfg.inputs.get('data', setting)) if s in splits_read(cfg)]
     if len(splits) > 1 and at_root(cfg.data).is_file():
         raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} '
                          'at once: name a folder with a file for each, or leave all but one empty')
@@ -248,146 +175,6 @@ def load_split(
         error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError
         none = ', or none with eval_split empty' if setting == 'eval_split' else ''
         raise error(f'{setting} = {split!r}: {e}. Name another split{none}') from None
-
-
-def answer_labels(records: list[dict], where: str) -> list[float]:
-    "Read labels of single answers, from 0 (bad) to 1 (good); ValueError names a wrong row."
-    labels = [r.get('label') for r in records]
-    for i, label in enumerate(labels):
-        if isinstance(label, (bool, int, float)) and 0 <= label <= 1: continue
-        raise ValueError(f"{where}, row {i}: the field 'label' is {label!r}, "
-                         'not a number from 0 (bad) to 1 (good), nor true or false')
-    return [float(label) for label in labels]
-
-# %% ../../nbs/core/answers.ipynb #5e77a002
-def _token_counts(records: list[dict], **how) -> dict[str, list[int]]:
-    "Count the tokens of prompts, of their longest answers and of both, by the limit of each."
-    prompts = [len(ids) for ids in encode_prompts(records, **how)]
-    answers = []
-    wholes = []
-    for record, n in zip(records, prompts):
-        texts = []
-        for name in ('output', 'output_1', 'output_2'): texts += as_list(record.get(name))
-        if not texts: continue
-        answers.append(max(map(len, encode_responses(texts, closed=True, **how))))
-        wholes.append(n + answers[-1])
-    return dict(max_prompt=prompts, max_new_tokens=answers, max_length=wholes)
-
-
-def _fit_lengths(cfg: Config, tokenizer, sets: list[list[dict]], found: dict):
-    "Put what each set of records needs in the place of the lengths among the defaults found."
-    fitted = {}
-    how = dict(tokenizer=tokenizer, template=cfg.template)
-    for records in sets:
-        some = records[::1 + len(records)//1000]   # from all its parts
-        for name, lengths in _token_counts(some, **how).items():
-            if name not in found or not lengths: continue
-            toy, _ = sized_defaults(type(cfg))[name]
-            most = int(np.quantile(lengths, .95, method='inverted_cdf'))
-            fitted[name] = max(toy, most, fitted.get(name, 0))
-    found.update(fitted)
-    if 'max_length' not in found: return
-    sampled = 0   # a prompt and its answer fit as well
-    for name in ('max_prompt', 'max_new_tokens'): sampled += found.get(name, getattr(cfg, name, 0))
-    found['max_length'] = max(found['max_length'], sampled)
-
-
-def _show_first(records: list[dict], tokenizer, template: str, sampled: bool):
-    "Print the first record as the model reads it, with what it learns."
-    how = dict(tokenizer=tokenizer, template=template)
-    parts = [('prompt', encode_prompts(records[:1], **how)[0], True)]
-    learned = [] if sampled else learned_texts(records[0])[:4]   # of many candidates the first
-    for name, text, ended in learned:
-        ids, = encode_responses([text], ended=ended, records=records[:1], **how)
-        parts.append((f'learned, {name}', ids, ended))
-    print(example_text(len(records), parts, tokenizer))
-    if sampled: print(f'  its answer is sampled, until {tokenizer.decode([end_token(**how)])!r}')
-
-
-def settle(
-    run, tokenizer,
-    records: list[dict],  # that are learned from, or answered
-    *others: list[dict],  # sets that are only measured, each within the limits as well
-    sampled: bool = False,  # whether the answers are the model's, not those of the records
-):
-    "Show the first record, fit the settings that were left open to model and data, and say why."
-    cfg = run.cfg
-    if records: _show_first(records, tokenizer, cfg.template, sampled)
-    if not cfg.left_open: return
-    model = getattr(cfg, cfg.sized_by)
-    if looks_like_hub(model) and not count_weights(model): hub_snapshot(model)
-    found = cfg.defaults_by_size()
-    answered = [load_split(cfg, name) for name in _splits_read(cfg) if name != 'split']
-    _fit_lengths(cfg, tokenizer, [records, *others, *answered], found)
-    vars(cfg).update(found)
-    n = len(records)   # 25 steps, by batches of four or more and by up to three epochs
-    if 'batch_size' in found: cfg.batch_size = min(cfg.batch_size, max(4, n*cfg.epochs//25))
-    if 'epochs' in found: cfg.epochs = max(cfg.epochs, min(3, math.ceil(25*cfg.batch_size/n)))
-    run.adjust({name: getattr(cfg, name) for name in found})
-    taken = ', '.join(f'{name} {getattr(cfg, name):g}' for name in found)
-    tell(f'{taken}: {cfg.weights_counted/1e6:.3g}M weights, {n} records, '
-         f'lora_rank {getattr(cfg, "lora_rank", 0)}')
-
-# %% ../../nbs/core/answers.ipynb #d771bacc
-def try_setting(
-    cfg: Config,
-    setting: str,   # that names `f`
-    f,
-    *args,          # of the call
-):
-    "Call what a setting names; ValueError naming the setting where the call fails."
-    try: return f(*args)
-    except Exception as e:
-        raise ValueError(f'{setting} = {getattr(cfg, setting)!r} failed on a first answer '
-                         f'({type(e).__name__}: {e}). Name another one') from e
-
-
-def _note_shared_prompts(cfg: PromptConfig):
-    "Print how many prompts a run both learns from and measures on."
-    learned = as_list(getattr(cfg, 'preferences', '')) + as_list(getattr(cfg, 'candidates', ''))
-    splits = [name for name in _splits_read(cfg) if name != 'split' or not learned]
-    if len(splits) + len(learned) < 2: return
-    parts = []
-    if learned:
-        rows = []
-        for spec in learned:
-            rows += load_records(spec, ('preferences', 'candidates'), columns=cfg.columns)
-        parts.append((', '.join(learned), set(map(prompt_key, rows))))
-    for name in splits:
-        rows = load_split(cfg, name)
-        parts.append((getattr(cfg, name), set(map(prompt_key, rows))))
-    for (first, earlier), (name, later) in combinations(parts, 2):
-        shared = len(earlier & later)
-        if shared: notice(f'{cfg.data}: {shared} of {len(later)} prompts of {name} are also in '
-                          f'{first}: answers to them say little about new prompts')
-
-
-def preflight(
-    cfg: PromptConfig,
-    splits: tuple[str, ...],      # settings that name the splits the run will read
-    policy: Policy | None = None,  # without it only the splits are read
-    judge=None,                   # annotator or pool, of `cfg.annotators`
-    reward=None,                  # records -> scores, of `cfg.reward_model`
-):
-    "Do once what a run does after its first step; an error names the setting that is wrong."
-    parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
-    _note_shared_prompts(cfg)
-    if policy is None: return
-    check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
-    if not parts: return
-    tokenizer = policy.tokenizer
-    check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
-    for records in parts:
-        lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
-        check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
-    record = min(parts[0], key=lambda r: len(prompt_text(r)))
-    prompts = encode_prompts([record], tokenizer, cfg.template)
-    written, = generate(policy, prompts, max_new_tokens=2)[0]   # the second by a cache
-    output = decode(written.tokens, tokenizer, cfg.template, record) or '.'
-    answer = dict(prompt_fields(record), output=output, ended=written.ended)
-    other = dict(answer, output=prompt_text(record))
-    if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
-    if judge: once(try_setting, cfg, 'annotators', verdicts_over, [answer], [other], judge)
 
 # %% ../../nbs/core/answers.ipynb #87ef9631
 def answer_eval_split(
@@ -412,18 +199,3 @@ def answer_eval_split(
     figures['kl'] = mean(ratios)
     if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)
     return figures
-
-# %% ../../nbs/core/answers.ipynb #0456c517
-def print_answers(
-    runs: dict,   # folders by name
-    n: int = 5,   # instructions, the first of the last run's
-):
-    "Print what runs answer to some instructions."
-    answers = {}
-    for name, folder in runs.items():
-        file = at_root(folder)/'outputs.json'
-        if file.exists(): answers[name] = {prompt_key(r): r['output'] for r in read_json(file)}
-    asked = answers.get([*runs][-1], {})
-    for prompt in [*asked][:n]:
-        print(*filter(None, prompt))
-        for name, given in answers.items(): print(f'   {name}: {given.get(prompt)!r}')

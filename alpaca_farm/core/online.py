@@ -14,7 +14,8 @@ from annotated_types import Ge
 import torch
 
 from .answers import answer_eval_split, AnswerConfig, fitting_prompts, load_split
-from .answers import mean, prompt_fields, sample, sample_answers, SampleConfig
+from .stats import mean
+from .answers import prompt_fields, sample, sample_answers, SampleConfig
 from .data.preferences import pair_up, with_verdict
 from .data.dialogues import prompt_key
 from .ask.judge_configs import JudgedConfig
@@ -29,7 +30,7 @@ from .run.runs import read_log
 from .run.settings import by_size, Count, Named, Positive, Scale, TrainConfig
 from .stats import win_rate
 from .data.text import decode, rollout_batch
-from .training import Trainer
+from .training import step_seed, Trainer
 
 # %% ../../nbs/core/online.ipynb #7ab8bac0
 @dataclass
@@ -86,7 +87,7 @@ def prompt_indices(
     first = (step - 1) * per_step
     order = []
     for epoch in range(first // n, (first + per_step - 1) // n + 1):
-        g = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
+        g = torch.Generator().manual_seed(step_seed(cfg.seed, epoch))
         order += torch.randperm(n, generator=g).tolist()
     return order[first % n:][:per_step]
 
@@ -205,8 +206,7 @@ class CheckpointSelector:
         if won > trainer.extra.get('best', -1.) or (last and not self.annotate):
             trainer.extra.update(best=won, best_step=step)
             save_model(policy, trainer.run, whole=False)
-        if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, trainer.run, f'model-{step}')
+        trainer.keep(policy)
         return figures
 
 # %% ../../nbs/core/online.ipynb #ada30001

@@ -32,7 +32,8 @@ from ..core.data.preferences import pool_members, pool_weights, read_preference
 from ..core.data.preferences import report_missing, shown_swapped, swap_outputs
 from ..core.data.formats import as_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.settings import at_root, Config, resolve
+from ..core.run.paths import at_root
+from ..core.run.settings import Config, resolve
 from ..core.stats import sigmoid
 from .label_files import label_file
 from .parsers import check_parser, PARSERS, without_echo

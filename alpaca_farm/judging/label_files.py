@@ -25,7 +25,8 @@ from ..core.data.preferences import ENDED, PAIR_FIELDS, pair_identity, plain_lin
 from ..core.data.preferences import read_preference, report_missing
 from ..core.data.records import check_field, check_record, check_records, FILE_SUFFIXES
 from ..core.data.records import read_rows, remarks
-from ..core.run.settings import at_root, resolve
+from ..core.run.paths import at_root
+from ..core.run.settings import resolve
 
 # %% ../../nbs/judging/label_files.ipynb #c8696995
 def _read_name(row, name, where):

@@ -43,6 +43,7 @@ class World:
     label_flip: Share = 0.      # share of their labels that are flipped
     utility: str = ''           # module:function, records -> utilities
     marks: str = ''             # module:function, records -> {mark: values}, which sum to it
+    right: str = ''             # module:function, records -> what right answers say
     ways: list[str] = field(default_factory=list)  # of choosing: of WAYS, or module:function
     sizes: dict = field(default_factory=dict)  # settings by notebook or run; null: no such run
     asking: dict = field(default_factory=dict)  # settings of requests to judges
@@ -95,7 +96,7 @@ def check_world(world: World):
     where = f'{world.folder}/world.json'
     _check_start(world, where)
     _check_judges(world, where)
-    functions = [world.reader, world.utility, world.marks]
+    functions = [world.reader, world.utility, world.marks, world.right]
     for way in world.ways:
         if ':' in way: functions.append(way)
         elif way not in WAYS: raise ValueError(f'{where}: ways: {way} is none of {", ".join(WAYS)}')

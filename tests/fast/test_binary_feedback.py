@@ -30,7 +30,9 @@ def given(base, **more):
 
 def load(base, tmp_path, labels):
     "What is loaded of one answer with each label, the last four held out."
-    records = [dict(instruction=f'q{i}', output='a', label=l) for i, l in enumerate(labels)]
+    records = []
+    for i, label in enumerate(labels):
+        records.append(dict(instruction=f'q{i}', output='a', label=label, held_out=i > 7))
     file = tiny.write(tmp_path/'thumbs.json', records)
     return binary_feedback._load_feedback(given(base, preferences=file, held_out=4))
 

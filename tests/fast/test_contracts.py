@@ -32,7 +32,7 @@ CORE = ['data.dialogues',
         'model.beams model.models run.jobs',
         'model.rewards',
         'answers training',
-        'online ask.completions']
+        'online ask.completions labelled preflight']
 LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',
         'worlds.embedded.grammar judging.measures boards.length_control judging.label_files',
         'worlds.embedded.authors worlds.embedded.prose boards.corrected boards.text',
@@ -40,7 +40,7 @@ LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',
         'worlds.embedded.crowd',
         'world judging.judges boards.leaderboards boards.regret',
         'annotators boards.agreement labelling',
-        'boards.judged auto_annotations',
+        'boards.judged auto_annotations boards.examples',
         'eval boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
         'real decide']

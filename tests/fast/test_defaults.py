@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from alpaca_farm import best_of_n, dpo, sft
 from alpaca_farm.boards.judged import read_answers
-from alpaca_farm.core import answers
-from alpaca_farm.core.answers import settle
+from alpaca_farm.core import preflight
+from alpaca_farm.core.preflight import settle
 from alpaca_farm.core.data.text import check_limit
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.model.loading import load_tokenizer
@@ -125,7 +125,7 @@ def test_a_model_of_the_hub_is_counted_before_its_rate_is_taken(base, tmp_path, 
     def download(spec):
         asked.append(spec)
         os.rename(of_size(tmp_path/'smol', 135*10**6), folder)
-    monkeypatch.setattr(answers, 'hub_snapshot', download)
+    monkeypatch.setattr(preflight, 'hub_snapshot', download)
     given = dict(policy='some/model', preferences=str(base/'annotators'))
     run = Run(RewardModelConfig(**given), dict(settings={}))
     assert run.cfg.learning_rate == 5e-6
@@ -181,7 +181,7 @@ def test_lengths_left_open_never_refuse_the_data_that_they_fit(base, tmp_path, s
     run = Run(SFTConfig(policy=str(base/'sft'), data=str(tmp_path/'data')), dict(settings={}))
     settle(run, tokenizer, sets['sft'], sets['apart'])
     for name, records in sets.items():
-        lengths = answers._token_counts(records, tokenizer=tokenizer, template='auto')
+        lengths = preflight._token_counts(records, tokenizer=tokenizer, template='auto')
         for limit in ('max_prompt', 'max_length'):
             if limit == 'max_length' and name in ('val', 'eval'): continue   # only answered
             check_limit(lengths[limit], getattr(run.cfg, limit), name, limit)
@@ -193,11 +193,11 @@ def test_a_split_that_nobody_reads_need_not_be_there(base, tmp_path, monkeypatch
     given = dict(policy=str(base/'sft'), reward_model=str(base/'reward_model'))
     for name in ('unlabeled', 'eval'): tiny.write(tmp_path/'data'/f'{name}.json', rows)
     cfg = PPOConfig(**given, data=str(tmp_path/'data'))
-    answers.preflight(cfg, cfg.splits)
+    preflight.preflight(cfg, cfg.splits)
     cfg = PPOConfig(**given, data=str(tmp_path/'data'/'eval.json'), eval_split='')
-    answers.preflight(cfg, cfg.splits)
+    preflight.preflight(cfg, cfg.splits)
     cfg = PPOConfig(**given, data=str(tmp_path/'data'), annotators='alpaca_farm.world:pool')
-    with pytest.raises(FileNotFoundError, match='val_split'): answers.preflight(cfg, cfg.splits)
+    with pytest.raises(FileNotFoundError, match='val_split'): preflight.preflight(cfg, cfg.splits)
 
 
 def test_a_run_records_what_it_took_and_a_set_value_makes_another(base, tmp_path, capsys):

@@ -5,6 +5,8 @@ import torch
 
 import tiny
 from alpaca_farm import dpo, sft
+from alpaca_farm.core.labelled import hold_out, LabelledAnswers, mismatched_rows, read_labels
+from alpaca_farm.core.labelled import reference_logprobs
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
@@ -77,7 +79,7 @@ def first_batch(cfg):
     "The policy, all answers, and the batch of the first step."
     policy = load_policy(cfg.policy, cfg)
     tokenizer = policy.tokenizer
-    data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
+    data = LabelledAnswers(cfg, tokenizer, *read_labels(cfg))
     data.add_reference(policy)
     return policy, data, data.labelled_batch(data.order[0])
 
@@ -133,7 +135,7 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=24, loss_type='kto')
     reference, data, _ = first_batch(cfg)
     rows, batch = data.order[0], data.mismatched_batch(1)
-    pairs = list(zip(rows, dpo.mismatched_rows(rows, data.prompts)))
+    pairs = list(zip(rows, mismatched_rows(rows, data.prompts)))
     assert all(data.prompts[i] != data.prompts[j] for i, j in pairs)
     ratios = [brute(moved, data.prompts[i], a[j]) - brute(reference, data.prompts[i], a[j])
               for i, j in pairs for a in data.answers]
@@ -148,7 +150,7 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     reference, data, _ = first_batch(several)
     for step in (1, 3, 5):   # each has mismatched answers of its own
         rows = data.order[step - 1]
-        i, j = rows[-1], dpo.mismatched_rows(rows, data.prompts)[-1]
+        i, j = rows[-1], mismatched_rows(rows, data.prompts)[-1]
         want = [brute(reference, data.prompts[i], a[j]) for a in data.answers]
         found = data.mismatched_batch(step)['reference'][-1].tolist()
         assert found == pytest.approx(want, abs=1e-3)
@@ -191,12 +193,12 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     dpo.train(cfg)
     after = load_policy(cfg.out, cfg)
     tokenizer = after.tokenizer
-    records, _, good = dpo.read_labels(cfg)
+    records, _, good = read_labels(cfg)
     labelled = read_json(preferences)[:3]
     preferred = [r['output_1' if r['preference'] < 1.5 else 'output_2'] for r in labelled]
     assert [r['output_1'] for r in records] == preferred and good == [[1, 0]] * 3
     _, data, _ = first_batch(cfg)
-    now = dpo.reference_logprobs(after, data.prompts, data.answers)
+    now = reference_logprobs(after, data.prompts, data.answers)
     rise, log = now - data.reference, read_log(cfg.out)
     assert (rise[:, 0] - rise[:, 1]).mean() > .2
     assert log[-1]['loss'] < log[0]['loss'] and log[-1]['margin'] > log[0]['margin']
@@ -212,7 +214,7 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     cfg = config(base, tmp_path/'dpo', batch_size=8, epochs=6, beta=.5, **given)
     dpo.train(cfg)
     tokenizer = load_policy(cfg.policy, cfg).tokenizer
-    data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
+    data = LabelledAnswers(cfg, tokenizer, *read_labels(cfg))
     log = read_log(cfg.out)
     assert data.good.flatten().tolist() == [float(r['label']) for r in rows]
     assert log[0]['loss'] == pytest.approx(.5, abs=1e-6) and read_summary(cfg.out)['labels'] == 48
@@ -257,9 +259,9 @@ def test_a_fifth_is_held_out_as_of_a_reward_model_and_measured_before_and_after(
     given = tiny.settings('reward_model', base, out=str(tmp_path/'b'), held_out=-1)
     apart = reward_model.load_preference_pairs(
         Run(reward_model.RewardModelConfig(**given), dict(settings={})))[1]
-    records, *_ = dpo.read_labels(cfg)
+    records, *_ = read_labels(cfg)
     def asked(rows): return sorted(r['instruction'] for r in rows)
-    assert asked(apart) == asked(records[i] for i in dpo.hold_out(records, -1, 0)[1])
+    assert asked(apart) == asked(records[i] for i in hold_out(records, -1, 0)[1])
     assert figures['held_out'] == len(apart) == len(data.held_out) >= 12
     assert figures['labels'] == len(records) - len(apart)
     assert figures['val_loss_before'] == pytest.approx(math.log(2), rel=1e-5)

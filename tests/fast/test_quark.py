@@ -9,10 +9,11 @@ from alpaca_farm import quark
 from alpaca_farm.core.answers import AnswerConfig
 from alpaca_farm.core.model.control import add_tokens, prepend_tokens
 from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.models import load_policy, load_tokenizer, logits_of, logprobs
+from alpaca_farm.core.model.models import load_policy, logits_of, logprobs
+from alpaca_farm.core.model.loading import load_tokenizer
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, encode_prompts
-from alpaca_farm.quark import _pool_answers, quantiles, quark_loss, QuarkConfig, response_terms
+from alpaca_farm.quark import quantiles, quark_loss, QuarkConfig, response_terms
 from alpaca_farm.quark import _add_reward_tokens, token_terms
 from tiny import randn
 
@@ -157,16 +158,17 @@ def test_run_with_tokens(base, tmp_path):
 
 def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch):
     "No KL yet, and the loss is the mean -log p of the best quarter's tokens, EOS included."
-    kept, real = {}, quark._update_pool
-    monkeypatch.setattr(quark, '_update_pool', lambda *a: kept.setdefault('pool', real(*a)))
+    kept, real = {}, quark.rollout_pool
+    monkeypatch.setattr(quark, 'rollout_pool', lambda *a: kept.setdefault('pool', real(*a)))
     more = dict(steps=1, updates=1, batch_size=4, eval_split='', save_every=0)
     (first,), cfg = train(base, tmp_path/'quark', **more)
     policy = load_policy(cfg.policy, cfg)
     tokenizer = policy.tokenizer
     _, prompts, _ = quark.load_prompts(cfg, tokenizer)
-    pool, answers = kept['pool'], _pool_answers(kept['pool'])
-    best = (quantiles(pool['score'], 4) == 0).nonzero()[:, 0].tolist()
-    b = collate([prompts[pool['row'][i]] for i in best], [answers[i] for i in best], 0)
+    pool = kept['pool']
+    answers = pool.answers()
+    best = (quantiles(pool.scores, 4) == 0).nonzero()[:, 0].tolist()
+    b = collate([prompts[pool.prompts[i]] for i in best], [answers[i] for i in best], 0)
     with torch.no_grad(): want = -(logprobs(policy, b).sum()/b['response'].sum()).item()
     assert len(best) == 4 and first['nll'] == pytest.approx(want, rel=1e-5) == first['loss']
     assert abs(first['token_kl']) < 1e-6

@@ -295,7 +295,8 @@ def test_a_list_is_its_words_or_stands_in_brackets(words):
 
 
 def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch):
-    from alpaca_farm.core.model.loading import Config, device_of
+    from alpaca_farm.core.run.settings import Config
+    from alpaca_farm.core.model.loading import device_of
     monkeypatch.setattr('torch.backends.mps.is_available', lambda: True)
     assert device_of(Config(device='mps')).type == 'mps'
     monkeypatch.setattr('torch.backends.mps.is_available', lambda: False)

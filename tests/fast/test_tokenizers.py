@@ -21,7 +21,8 @@ from alpaca_farm.core.model.control import set_control_prefix
 from alpaca_farm.core.model.policy import Policy
 from alpaca_farm.core.model.generation import generate, Sample
 from alpaca_farm.core.model.loading import model_path
-from alpaca_farm.core.model.models import load_policy, load_scalar, load_tokenizer
+from alpaca_farm.core.model.models import load_policy, load_scalar
+from alpaca_farm.core.model.loading import load_tokenizer
 from alpaca_farm.core.model.rewards import score_records
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import build_prompt, check_positions, decode, encode

@@ -174,16 +174,16 @@ def test_a_board_says_that_its_rows_are_answered_differently(base, answered, tmp
 
 def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypatch):
     "Killed between a chunk's lines and its checkpoint: the same candidates as without."
-    from alpaca_farm.core import answers
+    from alpaca_farm.core import training
     def run(name):
         made = tiny.run('best_of_n', base, tmp_path/name, reward_model='', max_instances=9, chunk=3)
         return (made.folder/'candidates.json').read_bytes()
-    append = answers.append_lines
+    append = training.append_lines
     def torn(path, size, records):
         if not size: return append(path, size, records)
         with open(path, 'ab') as f: f.write(b'{"instruction": "a"}\n{"output": ["cut sh')
         raise KeyboardInterrupt
-    monkeypatch.setattr(answers, 'append_lines', torn)
+    monkeypatch.setattr(training, 'append_lines', torn)
     with pytest.raises(KeyboardInterrupt): run('torn')
-    monkeypatch.setattr(answers, 'append_lines', append)
+    monkeypatch.setattr(training, 'append_lines', append)
     assert run('torn') == run('whole')

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'unique_fields', 'read_text', 'read_rows', 'check_field', 'check_record',
            'check_records', 'unread_columns', 'remarks', 'load_rows', 'load_records', 'without_lists', 'each_answer',
-           'candidate_pair', 'select_candidates', 'merge_candidates']
+           'candidate_pair', 'first_places', 'select_candidates', 'merge_candidates']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -555,6 +555,11 @@ def candidate_pair(
     return pair
 
 # %% ../../../nbs/core/data/records.ipynb #ada0ca01
+def first_places(texts: list[str]) -> list[int]:
+    "List the places at which each different text stands first."
+    return [i for i, text in enumerate(texts) if text not in texts[:i]]
+
+
 def select_candidates(query: dict, which: list[int]) -> dict:
     "Keep some of a query's candidates."
     query = dict(query)

@@ -23,7 +23,8 @@ from .policy import Policy
 from ..run.processes import in_parts, once
 from ..run.progress import passes
 from ..run.runs import read_summary
-from ..run.settings import Amount, as_list, at_root, Config, resolve
+from ..run.settings import Amount, as_list, Config, resolve
+from ..run.paths import at_root
 
 # %% ../../../nbs/core/model/rewards.ipynb #e9595f40
 @dataclass

@@ -378,7 +378,8 @@ def recipes() -> dict[str, dict]:
     sections = read_yaml(file)
     found = {}
     crowd = {name: f'{name}_crowd' for name in (*sections['labels'], *sections['methods'])}
-    default = dict(reads={}, settings={}, pool={}, crowd={}, checkpoints=False, cost=50)
+    default = dict(reads={}, settings={}, pool={}, crowd={}, own={}, samples='', control=0,
+                   checkpoints=False, cost=50)
     for section, entries in sections.items():
         for name, entry in entries.items():
             refuse_unknown(f'{file}, {name}', entry, ['notebook', *default])
