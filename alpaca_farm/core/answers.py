@@ -19,7 +19,8 @@ from .model.generation import generate, Sample
 from .model.models import response_logprobs
 from .model.policy import Policy
 from .run.settings import Amount, Arguments, as_list, by_size, Config, Count
-from .run.settings import Nucleus, Positive, Template, standard_error
+from .run.settings import Nucleus, Positive, Template
+from .stats import mean, standard_error
 from .data.text import decode, encode_prompts
 from .data.text import uses_chat, within_limit
 
