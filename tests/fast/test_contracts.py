@@ -153,7 +153,7 @@ for name in names:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, name
 '''
-HEAVY = 'openai datasets wandb tensorboard alpaca_eval matplotlib ray'
+HEAVY = 'openai datasets wandb tensorboard alpaca_eval matplotlib ray submitit'
 TENSORLESS = ['judging.measures', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
               'core.data.records', 'worlds.embedded.crowd', 'annotators', 'eval', 'boards.text']
 

@@ -75,9 +75,9 @@ def test_from_files_to_what_to_keep(project, preferences, held_out):
     seeds = 2 if held_out else 1
     board = '\n'.join(shown('farm', seeds=seeds))
     judge = held_out.partition(':')[2] or 'my_judge'
-    assert f'| method | {judge} |' in board
+    assert f'>{judge}<' in board
     assert '>crowd<' not in board and 'held-out crowd' not in board
-    assert ('| labels: preferences |' in board) == ('dpo_crowd' in board) == preferences
+    assert ('>labels: preferences<' in board) == ('dpo_crowd' in board) == preferences
     assert ('judges what its own labels have taught' in board) == (not held_out)
     assert 'was made before' not in board
     assert 'runs/own has no utility' in board and 'has no parts.csv' in board
@@ -102,4 +102,4 @@ def test_from_files_to_what_to_keep(project, preferences, held_out):
     assert read_summary('runs/decide')['forecasts']
     page, = [text for text in cells if '# Keep' in text]
     assert ('>dpo, labels: preferences<' in page) == preferences and '_crowd<' not in said
-    assert 'win rate over my/model, %' in page and '>greedy my/model<' in page and 'SFT' not in page
+    assert 'win rate over model, %' in page and '>greedy model<' in page and 'SFT' not in page
