@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'unique_fields', 'read_text', 'read_rows', 'check_field', 'check_record',
-           'check_records', 'unread_columns', 'remarks', 'load_rows', 'load_records', 'without_lists', 'each_answer',
-           'candidate_pair', 'select_candidates', 'merge_candidates']
+           'check_records', 'load_rows', 'load_records', 'without_lists', 'each_answer', 'candidate_pair',
+           'select_candidates', 'merge_candidates']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -14,14 +14,13 @@ from decimal import Decimal
 from math import isfinite
 from pathlib import Path
 
-import numpy as np
 from psutil import virtual_memory
 
-from .dialogues import (as_messages, check_messages, EMPTY_CELLS, naming,
-    NOT_SHOWN, prompt_key, prompt_messages, prompt_text, with_system)
-from .formats import (ANNOTATOR_FIELDS, as_records, check_whole, FIELDS,
-    finite_number, known_formats, notice, OWN_FIELDS, parse_columns, SAY_CODE)
-from .preferences import answer_of, ENDED, is_preference, pair_identity, plain_lines
+from alpaca_farm.core.data.dialogues import (check_messages, naming, prompt_key, prompt_messages,
+    with_system)
+from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, known_formats, notice,
+    parse_columns, SAY_CODE)
+from .preferences import answer_of, ENDED, is_preference
 from .shown import describe_columns
 from ..run.files import at_root, looks_like_hub, missing_path
 from ..run.settings import as_list
@@ -35,6 +34,11 @@ _SPLITS = dict(   # their names on the hub
     preferences=['preference', 'train_prefs', 'train', 'alpaca_noisy_multi_preference'],
     outputs=['eval', 'test', 'alpaca_farm_evaluation'], val=['validation', 'valid', 'dev'],
     eval=['test', 'test_prefs', 'test_sft', 'alpaca_farm_evaluation'])
+
+
+_CONFIGURATIONS = {   # of a repository, by split, where the user names none
+    'tatsu-lab/alpaca_farm': dict.fromkeys(['sft', 'preference', 'unlabeled', 'val'],
+                                           'alpaca_instructions')}
 
 
 def _split_names(names):
@@ -75,8 +79,7 @@ def _hub_file(spec, names) -> Path:
     "Fetch a split's file or shards from the hub into its cache; ValueError if there are none."
     from huggingface_hub import HfApi, snapshot_download
     repo, revision, config = re.fullmatch(r'([^@:]+)@?([^:]*):?(.*)', spec).groups()
-    if repo == 'tatsu-lab/alpaca_farm' and not {'eval', 'outputs', 'preferences'} & {*names}:
-        config = config or 'alpaca_instructions'
+    config = config or _CONFIGURATIONS.get(repo, {}).get(names[0], '')
     wanted = _split_names(names)
     files = [config] if config else []
     for name in wanted:
@@ -216,22 +219,7 @@ def _read_table(path):
         reason = ' '.join(str(e).split())
         raise ValueError(f'{path}: not a valid dataset ({reason:.240})') from None
 
-
-def _read_file(path):
-    "Read a file, a pattern of shards, or a saved dataset."
-    if '-*-of-' in path.name:
-        files = sorted(path.parent.glob(path.name))
-        wanted = int(re.search(r'-of-(\d+)', files[0].name)[1])
-        if len(files) == wanted: return sum(map(_read_file, files), [])
-        raise ValueError(f'{path}: {len(files)} of {wanted} shards are there')
-    kind = Path(path.name.lower().removesuffix('.gz')).suffix
-    if kind in ('.json', '.jsonl', '.ndjson'): return _read_json(path, read_text(path))
-    if kind in ('.csv', '.tsv'): return _read_csv(path, read_text(path))
-    if kind == '.parquet' or path.is_dir(): return _read_table(path)
-    raise ValueError(f'{path}: this kind of file is not read. Its name must end in '
-                     f'{", ".join(FILE_SUFFIXES)}; save a spreadsheet as CSV (UTF-8)')
-
-
+# %% ../../../nbs/core/data/records.ipynb #63e8effc
 def _as_json(value):
     "Make a value one that JSON can hold; UnicodeDecodeError for bytes that are no text."
     if isinstance(value, dict): return {str(k): _as_json(v) for k, v in value.items()}
@@ -242,11 +230,30 @@ def _as_json(value):
     if value is None or isinstance(value, (str, bool, int, float)): return value
     return value.isoformat() if hasattr(value, 'isoformat') else str(value)
 
+# %% ../../../nbs/core/data/records.ipynb #1b765fe5
+def _parse_file(path):
+    "Read the rows of a file, or a saved dataset, by its suffix; ValueError for another one."
+    kind = Path(path.name.lower().removesuffix('.gz')).suffix
+    if kind in ('.json', '.jsonl', '.ndjson'): return _read_json(path, read_text(path))
+    if kind in ('.csv', '.tsv'): return _read_csv(path, read_text(path))
+    if kind == '.parquet' or path.is_dir(): return _read_table(path)
+    raise ValueError(f'{path}: this kind of file is not read. Its name must end in '
+                     f'{", ".join(FILE_SUFFIXES)}; save a spreadsheet as CSV (UTF-8)')
+
+
+def _shards(path):
+    "List the files of a pattern of shards; ValueError if one is missing."
+    if '-*-of-' not in path.name: return [path]
+    files = sorted(path.parent.glob(path.name))
+    wanted = int(re.search(r'-of-(\d+)', files[0].name)[1])
+    if len(files) == wanted: return files
+    raise ValueError(f'{path}: {len(files)} of {wanted} shards are there')
+
 
 def read_rows(path) -> list[dict]:
-    """Read the rows of a file, such as JSON can hold; ValueError if it is damaged, or for a row
-    that is no object."""
-    rows = _read_file(Path(path))
+    "Read a file's rows, such as JSON can hold; ValueError for damage or a row that is no object."
+    rows = []
+    for file in _shards(Path(path)): rows += _parse_file(file)
     lost = Counter()   # columns of bytes that are no text
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -262,6 +269,9 @@ def read_rows(path) -> list[dict]:
     return rows
 
 # %% ../../../nbs/core/data/records.ipynb #bda38868
+_EXPECTED = {float: f'a number from 1 to 2. {SAY_CODE}', str: 'a string', list: 'a list of strings'}
+
+
 def _is_of(value, type_: type) -> bool:
     "Tell whether a value may stand in a field of this type: a preference, texts, or a text."
     if type_ is float: return is_preference(value)
@@ -269,37 +279,32 @@ def _is_of(value, type_: type) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
-_EXPECTED = {float: f'a number from 1 to 2. {SAY_CODE}', str: 'a string', list: 'a list of strings'}
-
-
 def check_field(
     row: dict,
     name: str,
     type_: type,   # str, list (of strings) or float (a preference)
-    where: str,    # file and row, for messages
 ):
     "Refuse with a ValueError a field that is missing, of another type, or an empty instruction."
-    at = f'{where}: the field {name!r} is'
     if name not in row:
-        raise ValueError(f'{at} missing; it has {", ".join(map(repr, row))}. Rename a column, name '
-                         f'it in `columns`, or write a known format: {known_formats(name, type_)}')
+        raise ValueError(f'the field {name!r} is missing; it has {", ".join(map(repr, row))}. '
+                         'Rename a column, name it in `columns`, or write a known format: '
+                         f'{known_formats(name, type_)}')
     value = row[name]
-    if not _is_of(value, type_): raise ValueError(f'{at} {value!r:.60}, not {_EXPECTED[type_]}')
-    if name == 'instruction' and not value.strip(): raise ValueError(f'{at} empty')
+    if not _is_of(value, type_):
+        raise ValueError(f'the field {name!r} is {value!r:.60}, not {_EXPECTED[type_]}')
+    if name == 'instruction' and not value.strip(): raise ValueError(f'the field {name!r} is empty')
 
 
 def check_record(
     row: dict,
     kind: str,     # whose fields it must have, one of FIELDS
-    where: str,    # file and row, for messages
 ) -> dict:
     "Check a record, and complete it; ValueError names the field."
     if row.get('input') is None: row['input'] = ''
-    if prompt_messages(row) is None: check_field(row, 'instruction', str, where)
-    else: check_messages(row, where)
-    for name, type_ in dict(input=str, **FIELDS[kind]).items():
-        check_field(row, name, type_, where)
-    return with_system(row, where)
+    if prompt_messages(row) is None: check_field(row, 'instruction', str)
+    else: check_messages(row)
+    for name, type_ in dict(input=str, **FIELDS[kind]).items(): check_field(row, name, type_)
+    return with_system(row)
 
 
 def check_records(
@@ -314,7 +319,7 @@ def check_records(
         if kind == 'preference' and row.get('preference', 1) is None:
             lost['pairs have no label'] += 1
             continue
-        record = check_record(row, kind, f'{where}, row {i}')
+        with naming(f'{where}, row {i}'): record = check_record(row, kind)
         if kind == 'preference' and row['output_1'] == row['output_2'] and row['preference'] != 1.5:
             lost['pairs have two equal answers, of which none is better'] += 1
         else: records.append(record)
@@ -324,121 +329,6 @@ def check_records(
         raise ValueError(f'{where}: the file holds no records{why}')
     for what in lost: notice(f'{where}: {what}')
     return records
-
-# %% ../../../nbs/core/data/records.ipynb #7fed2d05
-def _remarks_on_texts(rows, name):
-    "Yield what is rarely meant in the texts of a field."
-    texts = []
-    for row in rows: texts += [row[name]] if isinstance(row[name], str) else row[name]
-    times = Counter(t.strip().lower() for t in texts)
-    if name != 'input' and times['']: yield f'{name} is empty in {times[""]} of {len(texts)} texts'
-    for cell in EMPTY_CELLS:
-        if times[cell]: yield (f'{name} is {cell!r} in {times[cell]} of {len(texts)} texts. '
-                               'Empty cells?')
-    lists = sum(text.startswith('["') and text.endswith('"]') for text in texts)
-    if lists: yield (f'{name} is a list as text in {lists} of {len(texts)} texts. If these are '
-                     'several answers, save the file as JSON lines')
-
-
-def _one_spaced(text): return ' '.join(text.split())
-
-
-def _begins_with_prompt(row, name):
-    "Tell whether an answer begins with its prompt or the last turn, of more than two words."
-    texts = [row[name]] if isinstance(row[name], str) else row[name]
-    asked = map(_one_spaced, (prompt_text(row), as_messages(row)[-1]['content']))
-    asked = tuple(text for text in asked if text.count(' ') > 1)
-    return any(_one_spaced(text).startswith(asked) for text in texts)
-
-
-def unread_columns(rows: list[dict]) -> list[str]:
-    "Name the columns of records that no one reads though their texts may belong to the prompts."
-    found = []
-    for name in dict.fromkeys(name for row in rows for name in row):
-        if name in OWN_FIELDS or name in NOT_SHOWN: continue
-        values = [r[name] for r in rows if isinstance(r.get(name), (str, list, dict)) and r[name]]
-        words = [len(re.findall(r'[^\W\d_]{2}\S*', str(v))) for v in values]
-        several = sum(n > 1 for n in words)
-        varied = 2*len(set(map(str, values))) > len(values)
-        if 2*several > len(values) and (varied or sum(words) > 3*len(values)): found.append(name)
-    return found
-
-
-def _remarks_on_columns(rows):
-    "Yield which columns of the prompts are not read."
-    for name in NOT_SHOWN:
-        n = sum(str(r.get(name) or '') not in ('', '[]') for r in rows)
-        if n: yield f'{n} of {len(rows)} prompts have `{name}`, which the model is not shown'
-    unread = unread_columns(rows)
-    if unread: yield (f'columns that no one reads: {", ".join(unread)}. If one belongs to the '
-                      f'prompt, name it in `columns`, as in input={unread[0]}')
-
-
-_TURN = re.compile('\n\n(Human|Assistant):')
-
-
-def _remarks_on_dialogues(rows):
-    "Yield what is rarely meant in dialogues."
-    dialogues = list(filter(None, map(prompt_messages, rows)))
-    forged = sum(any(_TURN.search(m['content']) for m in d) for d in dialogues)
-    if forged: yield (f'{forged} of {len(dialogues)} dialogues have a turn with "\\n\\nHuman:" or '
-                      '"\\n\\nAssistant:" in it: without a chat template, it is read as several')
-
-
-def _remarks_on_scores(rows):
-    "Yield how many pairs have scores that contradict their labels."
-    names = {k for r in rows for k in r if re.search('score|rating|reward', k, re.IGNORECASE)}
-    for one, two in (('chosen', 'rejected'), ('_1', '_2'), ('_a', '_b'), ('_A', '_B')):
-        for first in sorted(names):
-            second = first.replace(one, two)
-            if second == first or second not in names: continue
-            gaps = []
-            for r in rows:
-                scores = finite_number(r.get(first)), finite_number(r.get(second))
-                side = 1 if one == 'chosen' else np.sign(1.5 - r['preference'])
-                if None not in scores: gaps.append(side*(scores[0] - scores[1]))
-            n = sum(gap < 0 for gap in gaps)
-            if n: yield (f'the chosen answer has the lower score in {n} of {len(gaps)} pairs '
-                         f'({first}, {second})')
-
-
-def _remarks_on_labels(rows):
-    "Yield what is rarely meant by labels."
-    p = np.array([r['preference'] for r in rows])
-    first = (p < 1.5).mean()
-    second = (p > 1.5).mean()
-    if not (first and second):
-        tie = (p == 1.5).mean()
-        yield f'{first:.0%} of the labels are 1, {tie:.0%} ties, {second:.0%} 2'
-    better = {}   # which of its answers, of each pair
-    votes = set()
-    for r in rows:
-        pair = tuple(pair_identity(r))
-        texts = better.setdefault(pair, set())
-        side = np.sign(r['preference'] - 1.5)*(1 if plain_lines(r['output_1']) == pair[-2] else -1)
-        votes.add((pair, side, str([r.get(k) for k in ANNOTATOR_FIELDS])))
-        if side: texts.add(side)
-    again = len(rows) - len(votes)
-    if again: yield f'{again} labels repeat one on the same pair, of the same annotator or of none'
-    both = sum(len(texts) > 1 for texts in better.values())
-    if both: yield f'{both} of {len(better)} pairs are labelled both ways'
-
-
-def remarks(
-    rows: list[dict],   # records, checked
-    kind: str,          # one of FIELDS
-):  # an iterator of texts
-    "Yield what is valid in records but rarely meant."
-    for name, type_ in dict(input=str, **FIELDS[kind]).items():
-        if type_ is float: continue
-        yield from _remarks_on_texts(rows, name)
-        repeats = 0 if name == 'input' else sum(_begins_with_prompt(r, name) for r in rows)
-        if repeats: yield f'{name} begins with the prompt in {repeats} of {len(rows)} records'
-    yield from _remarks_on_columns(rows)
-    yield from _remarks_on_dialogues(rows)
-    if kind == 'preference':
-        yield from _remarks_on_labels(rows)
-        yield from _remarks_on_scores(rows)
 
 # %% ../../../nbs/core/data/records.ipynb #95741229
 def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:
@@ -470,26 +360,23 @@ def load_records(
     "Read the records of a file or dataset, checked, each once; ValueError names row and field."
     kinds = (kind,) if isinstance(kind, str) else kind
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
-    read = rows[:n or None]
-    rows = as_records(read, where, kinds, columns)
-    said = describe_columns(read, rows, parse_columns(columns))
-    kind = _kind_of(rows[0] if rows else {}, kinds)
-    rows = check_records(rows, kind, where)
-    by_text = {json.dumps(r, sort_keys=True, default=str): r for r in rows}
-    unique = list(by_text.values())
+    rows = rows[:n or None]
+    records = as_records(rows, where, kinds, columns)
+    said = describe_columns(rows, records, parse_columns(columns))
+    records = check_records(records, _kind_of(records[0] if records else {}, kinds), where)
+    by_text = {json.dumps(r, sort_keys=True, default=str): r for r in records}
     if said: notice(f'{where}: {said}')
-    repeated = len(rows) - len(unique)
+    repeated = len(records) - len(by_text)
     if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
-    for remark in remarks(unique, kind): notice(f'{where}: {remark}')
-    return unique
+    return list(by_text.values())
+
+# %% ../../../nbs/core/data/records.ipynb #4e3d1b80
+LISTS = ('output', 'source', 'scores', 'ended')
 
 
 def without_lists(record: dict) -> dict:
     "Return the fields of candidates that are not lists with a value for each answer."
     return {k: v for k, v in record.items() if not isinstance(v, list) or k == 'messages'}
-
-# %% ../../../nbs/core/data/records.ipynb #4e3d1b80
-LISTS = ('output', 'source', 'scores', 'ended')
 
 
 def _answers_of(row):
@@ -519,8 +406,9 @@ def _read_candidates(spec: str, columns: str = '') -> list[dict]:
     queries = []
     for i, row in enumerate(rows):
         at = f'{spec}, row {i}'
-        if row.get('preference') is not None: check_field(row, 'preference', float, at)
-        with naming(at): answers = _answers_of(row)
+        with naming(at):
+            if row.get('preference') is not None: check_field(row, 'preference', float)
+            answers = _answers_of(row)
         query = {k: v for k, v in row.items() if k not in own}
         source = row.get('generator', at_root(spec).stem)
         for name, value in dict(output=None, source=source, scores=None, ended=True).items():
