@@ -185,14 +185,17 @@ def odd_texts(records: list[dict]):
 # %% ../nbs/look_at_data.ipynb #6373752d
 def unread_columns(records: list[dict]) -> list[str]:
     "Name the columns that no one reads though their texts may belong to the prompts."
+    texts = {}   # by column
+    for record in records:
+        for name, value in record.items():
+            if value and isinstance(value, (str, list, dict)):
+                texts.setdefault(name, []).append(str(value))
     found = []
-    for name in dict.fromkeys(name for r in records for name in r):
+    for name, values in texts.items():
         if name in OWN_FIELDS or name in NOT_SHOWN: continue
-        values = [r[name] for r in records
-                  if isinstance(r.get(name), (str, list, dict)) and r[name]]
-        words = [len(re.findall(r'[^\W\d_]{2}\S*', str(v))) for v in values]
+        words = [len(re.findall(r'[^\W\d_]{2}\S*', text)) for text in values]
         several = sum(n > 1 for n in words)
-        varied = 2*len(set(map(str, values))) > len(values)
+        varied = 2*len({*values}) > len(values)
         if 2*several > len(values) and (varied or sum(words) > 3*len(values)): found.append(name)
     return found
 
@@ -328,40 +331,49 @@ def score_leads(records: list[dict]) -> dict[int, float]:
     return leads
 
 # %% ../nbs/look_at_data.ipynb #3f390447
-def contradicted_labels(records: list[dict]):
-    "Yield a sentence and the rows for labels against another label, of the pair or in the row."
+def _labelled_both_ways(records):
+    "Yield a sentence and the rows for pairs of which either answer is the better one."
     sides = {}   # of each pair, which of its texts were better
-    both = []
+    rows = []
     for i, record in enumerate(records):
         pair = pair_identity(record)
-        better = record['preference'] > 1.5
-        if plain_lines(record['output_1']) != pair[-2]: better = not better
+        is_second = record['preference'] > 1.5
+        in_order = plain_lines(record['output_1']) == pair[-2]
         known = sides.setdefault(tuple(pair), set())
-        if record['preference'] != 1.5: known.add(better)
-        if len(known) > 1: both.append(i)
+        if record['preference'] != 1.5: known.add(is_second == in_order)
+        if len(known) > 1: rows.append(i)
     n = sum(len(known) > 1 for known in sides.values())
-    if n: yield f'{n} of {len(sides)} pairs are labelled both ways', both
+    if n: yield f'{n} of {len(sides)} pairs are labelled both ways', rows
+
+
+def contradicted_labels(records: list[dict]):
+    "Yield a sentence and the rows for labels against another label, of the pair or in the row."
+    yield from _labelled_both_ways(records)
     for name in CODES:
         rows = []
         for i, record in enumerate(records):
-            if name not in record: continue
+            other = None
             with suppress(ValueError):
-                other = read_coded_label(record, [name])['preference'] or 1.5
-                if (other - 1.5)*(record['preference'] - 1.5) < 0: rows.append(i)
+                if name in record: other = read_coded_label(record, [name])['preference']
+            if other and (other - 1.5)*(record['preference'] - 1.5) < 0: rows.append(i)
         if rows: yield f'{len(rows)} labels in `{name}` contradict `preference`', rows
 
 
 def ranks_as_scores(records: list[dict]) -> bool:
     "Tell whether the scores of all candidates are the numbers from 1 to n."
-    scores = [r.get('scores') or [] for r in records]
-    ranked = [sorted(s) == list(range(1, len(s) + 1)) for s in scores if None not in s]
-    return len(ranked) == len(scores) and all(ranked) and min(map(len, scores)) > 1
+    for record in records:
+        scores = record.get('scores') or [None]
+        if len(scores) < 2 or None in scores: return False
+        if sorted(scores) != list(range(1, len(scores) + 1)): return False
+    return True
 
 
 def alike_names(names) -> list[list[str]]:
     "List the names that differ in case and space only."
     alike = {}
-    for name in sorted(names): alike.setdefault(''.join(name.lower().split()), []).append(name)
+    for name in sorted(names):
+        plain = ''.join(name.lower().split())
+        alike.setdefault(plain, []).append(name)
     return [same for same in alike.values() if len(same) > 1]
 
 # %% ../nbs/look_at_data.ipynb #404d6743

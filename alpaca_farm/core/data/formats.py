@@ -14,7 +14,7 @@ from functools import cache
 from math import isfinite, isnan
 from typing import Callable, NamedTuple
 
-from .dialogues import (as_messages, as_turn, dialogue_text, full_instruction, naming,
+from .dialogues import (as_messages, as_turn, dialogue_text, naming,
     parse_dialogue, prompt_messages, prompt_text, SYSTEM, TURN, turns_text, without_space)
 from .preferences import ENDED, hash_uniform, is_preference, read_preference
 from ..run.files import root
@@ -330,14 +330,16 @@ def _llmbar(row, asked, first, second, label):
 
 def _pandalm(row, *columns):
     "Read PandaLM's pairs, with the votes of several annotators by name."
-    # the answer "True" is stored as a truth value
-    row = {k: str(v) if isinstance(v, bool) else v for k, v in row.items()}
-    pair = dict(instruction=_text_of(row, 'instruction'), output_1=_text_of(row, 'response1'),
-                output_2=_text_of(row, 'response2'))
+    texts = dict(row)
+    for name in ('response1', 'response2'):   # "True" is stored as a truth value
+        if isinstance(row[name], bool): texts[name] = str(row[name])
+    pair = dict(instruction=_text_of(row, 'instruction'))
+    pair |= dict(output_1=_text_of(texts, 'response1'), output_2=_text_of(texts, 'response2'))
     if not pair['instruction'].strip(): pair |= dict(instruction=row.get('input'), input='')
     models = str(row.get('cmp_key', '')).split('_')
     if len(models) == 2: pair |= dict(generator_1=models[0], generator_2=models[1])
-    return dict(pair, votes={k: v for k, v in row.items() if k.startswith('annotator')})
+    pair['votes'] = {k: v for k, v in row.items() if k.startswith('annotator')}
+    return pair
 
 # %% ../../../nbs/core/data/formats.ipynb #3fabfa24
 class Reader(NamedTuple):
@@ -483,21 +485,21 @@ def _with_prompt_parts(row: dict) -> dict:
     return row
 
 # %% ../../../nbs/core/data/formats.ipynb #4a8247f0
-def _one_prompt(row: dict) -> dict:
+def _one_prompt(row):
     "Keep the instruction or the dialogue of a row that has both; ValueError if they differ."
     messages = row.get('messages')
-    if not messages or not isinstance(messages, list) or row.get('instruction') is None: return row
+    instruction = row.get('instruction')
+    if not messages or not isinstance(messages, list) or instruction is None: return row
     turns = list(map(as_turn, messages))
     while turns and turns[-1]['role'] == 'assistant': turns.pop()   # an answer
     last = turns[-1]['content'] if turns else ''
-    with suppress(TypeError, AttributeError):   # texts of another type are refused later
-        asked = full_instruction(row).split()
-        if asked not in (last.split(), dialogue_text(turns).split()):
-            raise ValueError(f'the `instruction` is {row["instruction"]!r:.60}, but what '
-                             f'`messages` ask is {last!r:.60}. Keep one of them')
-    if len(turns) == 1: return {k: v for k, v in row.items() if k != 'messages'}
-    rest = {k: v for k, v in row.items() if k != 'instruction'}
-    return dict(rest, messages=turns, input='')
+    asked = f'{instruction} {row.get("input") or ""}'.split()
+    if asked not in (last.split(), dialogue_text(turns).split()):
+        raise ValueError(f'the `instruction` is {instruction!r:.60}, but what `messages` ask is '
+                         f'{last!r:.60}. Keep one of them')
+    unused = 'messages' if len(turns) == 1 else 'instruction'
+    rest = {k: v for k, v in row.items() if k != unused}
+    return rest if len(turns) == 1 else dict(rest, messages=turns, input='')
 
 # %% ../../../nbs/core/data/formats.ipynb #604cb525
 _SIGN = {'-3': 1., '-2': 1., '-1': 1., '0': 1.5, '1': 2., '2': 2., '3': 2.}
@@ -561,24 +563,27 @@ def _check_code(labels, columns):
 # %% ../../../nbs/core/data/formats.ipynb #4bc98a81
 def _best_pair(row):
     "Make scored candidates a preference: the best one and another, drawn by their text."
-    answers = row.get('output')
+    texts = row.get('output')
     scores = row.get('scores')
-    if not (isinstance(answers, list) and isinstance(scores, list)): return row
-    if not len(answers) == len(scores) > 0: return row
+    if not (isinstance(texts, list) and isinstance(scores, list)): return row
+    if not len(texts) == len(scores) > 0: return row
     numbers = list(map(finite_number, scores))
     if None in numbers: raise ValueError(f'`scores` are {scores!r:.60}, not numbers')
     best = numbers.index(max(numbers))
-    others = [i for i, text in enumerate(answers) if text != answers[best]]
+    others = [i for i, text in enumerate(texts) if text != texts[best]]
     if not others: return row | dict.fromkeys(FIELDS['preference'])   # no label
-    other = others[int(hash_uniform('rejected', *answers) * len(others))]
-    pair = dict(output=answers[best]), dict(output=answers[other])
-    for name, column in (('generator', 'source'), ('ended', 'ended')):
-        values = row.get(column)
-        if not isinstance(values, list) or len(values) != len(answers): continue
-        for answer, i in zip(pair, (best, other)): answer[name] = values[i]
+    other = others[int(hash_uniform('rejected', *texts) * len(others))]
+
+    def answer(i):
+        fields = dict(output=texts[i])
+        for name, column in (('generator', 'source'), ('ended', 'ended')):
+            values = row.get(column)
+            if isinstance(values, list) and len(values) == len(texts): fields[name] = values[i]
+        return fields
+
     rest = {k: v for k, v in row.items() if k not in ('output', 'scores', 'source', 'ended')}
     rest |= dict(score_chosen=numbers[best], score_rejected=numbers[other])
-    return make_preference(rest, *pair, tie=numbers[best] == numbers[other])
+    return make_preference(rest, answer(best), answer(other), numbers[best] == numbers[other])
 
 # %% ../../../nbs/core/data/formats.ipynb #fabcd73b
 def known_fields() -> set[str]:

@@ -193,12 +193,12 @@ def read_text(path: Path) -> str:
 
 def _name_classes(rows, schema):
     "Put names in the place of numbers of classes, in the columns for which a schema has them."
-    held = json.loads((schema.metadata or {}).get(b'huggingface', b'{}'))
-    features = (held.get('info') or {}).get('features') or {}
-    for column, feature in features.items():
+    metadata = schema.metadata or {}
+    info = json.loads(metadata.get(b'huggingface', b'{}')).get('info') or {}
+    for column, feature in (info.get('features') or {}).items():
         if not isinstance(feature, dict) or feature.get('_type') != 'ClassLabel': continue
-        names = dict(enumerate(feature['names']))
-        for row in rows:   # -1: not labelled
+        names = dict(enumerate(feature['names']))   # -1: not labelled
+        for row in rows:
             if isinstance(row.get(column), int): row[column] = names.get(row[column])
 
 
@@ -222,10 +222,13 @@ def _read_table(path):
 # %% ../../../nbs/core/data/records.ipynb #63e8effc
 def _as_json(value):
     "Make a value one that JSON can hold; UnicodeDecodeError for bytes that are no text."
-    if isinstance(value, dict): return {str(k): _as_json(v) for k, v in value.items()}
+    if isinstance(value, dict):
+        return {str(name): _as_json(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)): return list(map(_as_json, value))
     if isinstance(value, bytes): return value.decode()
-    if isinstance(value, Decimal) and Decimal(str(float(value))) == value: value = float(value)
+    if isinstance(value, Decimal):
+        number = float(value)
+        value = number if Decimal(str(number)) == value else str(value)
     if isinstance(value, float) and not isfinite(value): return None
     if value is None or isinstance(value, (str, bool, int, float)): return value
     return value.isoformat() if hasattr(value, 'isoformat') else str(value)
@@ -386,8 +389,9 @@ def _answers_of(row):
         answers = [answer_of(row, 1), answer_of(row, 2)]
         if p is None: return answers
         if p > 1.5: answers.reverse()
-        answers[0] |= dict(source='chosen', scores=max(p - 1, 2 - p))
-        answers[1] |= dict(source='rejected', scores=min(p - 1, 2 - p))
+        high = max(p - 1, 2 - p)
+        answers[0] |= dict(source='chosen', scores=high)
+        answers[1] |= dict(source='rejected', scores=1 - high)
         return answers
     if isinstance(row['output'], str): return [row]
     n = len(row['output'])
