@@ -23,10 +23,10 @@ import numpy as np
 from .core.answers import answer_labels, PromptConfig, settle
 from .core.data.dialogues import (as_messages, EMPTY_CELLS, full_instruction,
     NOT_SHOWN, prompt_key, prompt_messages)
-from .core.data.formats import (CODES, FIELDS, find_reader,
+from .core.data.formats import (as_records, CODES, FIELDS,
     finite_number, OWN_FIELDS, parse_columns, read_coded_label)
 from .core.data.preferences import pair_identity, plain_lines
-from .core.data.records import find_file, load_records, load_rows
+from .core.data.records import find_file, load_rows, read_records
 from .core.data.shown import learned_texts
 from .core.data.text import check_limit, encode_prompts, encode_responses
 from .core.model.loading import load_tokenizer
@@ -88,19 +88,18 @@ def _load_part(spec, names, columns, n):
     "Read a file as what its first row is."
     rows, where = load_rows(spec, names)
     rows = rows[:n or None]
-    named = parse_columns(columns)
-    first = {named.get(name, name): value for name, value in (rows or [{}])[0].items()}
-    reader = find_reader(first, _ANSWERED)
-    answered = any(FIELDS[kind].keys() <= first.keys() for kind in _ANSWERED)
-    if reader: answered |= reader.kind in _ANSWERED
-    records = load_records(spec, names, _ANSWERED if answered else 'instruction', n, columns)
+    kinds = 'instruction'
+    for first in as_records(rows[:1], where, _ANSWERED, columns):
+        if any(FIELDS[kind].keys() <= first.keys() for kind in _ANSWERED): kinds = _ANSWERED
+    records = read_records(rows, where, kinds, columns)
     repeated = len(rows) - len({json.dumps(row, sort_keys=True, default=str) for row in rows})
+    named = parse_columns(columns)
     return Part(
         name=Path(where.strip(')')).name.split('.')[0],
         split=names[0] if len(names) == 1 else '',
-        kind=_kind_of_record(records[0]) if answered else 'instruction', records=records,
-        repeated=repeated, left_out=len(rows) - repeated - len(records),
-        by_coin='chosen' in first)
+        kind='instruction' if kinds == 'instruction' else _kind_of_record(records[0]),
+        records=records, repeated=repeated, left_out=len(rows) - repeated - len(records),
+        by_coin='chosen' in [named.get(name, name) for name in rows[0]])
 
 
 def read_parts(

@@ -546,7 +546,7 @@ TOOLS = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
      dict(score_chosen=10.)),
     (dict(instruction='Why?', output=['a', 'b'], scores=['good', 'bad']), 'preference', '',
      "`scores` are .*not numbers"),
-    (dict(messages=TOOLS), 'instruction', '', dict(messages=TOOLS))])
+    (dict(messages=TOOLS), 'instruction', '', r'^\[\]$')])
 def test_odd_data_is_read_as_it_is_meant_or_told(tmp_path, rows, kind, columns, wanted):
     path = write(tmp_path/'a.json', rows if isinstance(rows, list) else [rows])
     found, said = [], ''

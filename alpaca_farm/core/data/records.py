@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'read_text', 'unique_fields', 'read_rows', 'check_field', 'check_record',
-           'check_records', 'load_rows', 'load_records', 'without_lists', 'each_answer', 'candidate_pair',
-           'select_candidates', 'merge_candidates']
+           'check_records', 'load_rows', 'read_records', 'load_records', 'without_lists', 'each_answer',
+           'candidate_pair', 'select_candidates', 'merge_candidates']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -354,17 +354,14 @@ def _kind_of(record, kinds):
     return kinds[-1]
 
 
-def load_records(
-    spec: str,    # a dataset folder, a run folder, a file, or a dataset's name on the hub
-    name: str | tuple = '',   # a split, a file of a run folder, or several: the first there is
+def read_records(
+    rows: list[dict],   # as they stand in a file
+    where: str,         # the file, for messages
     kind: str | tuple = 'instruction',   # whose fields they must have, or several (FIELDS)
-    n: int = 0,   # only the first n; all if 0
-    columns: str = '',   # names of columns, as in instruction=question,output=answer
+    columns: str = '',  # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
-    "Read the records of a file or dataset, checked, each once; ValueError names row and field."
+    "Make rows checked records, each once, and print what was used; ValueError names row and field."
     kinds = (kind,) if isinstance(kind, str) else kind
-    rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
-    rows = rows[:n or None]
     records = as_records(rows, where, kinds, columns)
     said = describe_columns(rows, records, parse_columns(columns))
     records = check_records(records, _kind_of(records[0] if records else {}, kinds), where)
@@ -373,6 +370,18 @@ def load_records(
     repeated = len(records) - len(by_text)
     if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
     return list(by_text.values())
+
+
+def load_records(
+    spec: str,    # a dataset folder, a run folder, a file, or a dataset's name on the hub
+    name: str | tuple = '',   # a split, a file of a run folder, or several: the first there is
+    kind: str | tuple = 'instruction',   # whose fields they must have, or several (FIELDS)
+    n: int = 0,   # only the first n; all if 0
+    columns: str = '',   # names of columns, as of `read_records`
+) -> list[dict]:
+    "Read the records of a file or dataset, checked, each once; ValueError names row and field."
+    rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
+    return read_records(rows[:n or None], where, kind, columns)
 
 # %% ../../../nbs/core/data/records.ipynb #4e3d1b80
 LISTS = ('output', 'source', 'scores', 'ended')
