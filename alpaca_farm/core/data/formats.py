@@ -623,7 +623,6 @@ def _rename(row, names):
         if row.get(ours) not in (None, '', row[theirs]):
             raise ValueError(f'columns names {theirs!r} as {ours!r}, which the file has '
                              'too. Rename or remove one of the two')
-    names = dict(names, model_a='generator_1', model_b='generator_2')   # of arenas
     kept = {k: v for k, v in row.items() if k not in names}
     return kept | {names[k]: v for k, v in row.items() if k in names}
 
@@ -653,7 +652,8 @@ _TRUTH |= dict.fromkeys('false 0 0.0 no bad negative neg rejected'.split(), Fals
 
 
 def _read_ended(row):
-    "Make true or false, in place, whether a row's answers ended; ValueError if it is neither."
+    "Make true or false whether a row's answers ended; ValueError if it is neither."
+    row = dict(row)
     for name in ENDED:
         value = row.pop(name, None)
         if value in (None, ''): continue   # not known
@@ -662,22 +662,33 @@ def _read_ended(row):
         ended = [_TRUTH.get(str(v).lower()) for v in values]
         if None in ended: raise ValueError(f'the field {name!r} is {value!r:.60}, not true or false')
         row[name] = ended if several else ended[0]
+    return row
 
 # %% ../../../nbs/core/data/formats.ipynb #096901fc
-def _as_record(row, kinds, names):
-    "Make a row a record of one of `kinds`, whose columns have been named; ValueError if it is none."
-    coded = {*_TELLING} | {names[k] for k in row if k in names}
-    row = _rename(row, names)
+def _name_models(row):
+    "Give the names of an arena's models the columns of ours."
+    ours = dict(model_a='generator_1', model_b='generator_2')
+    return {ours.get(name, name): value for name, value in row.items()}
+
+
+_STEPS = (   # columns of any format, and what is done if a row has one of them
+    (('model_a', 'model_b'), _name_models), (PROMPT_PARTS, _with_prompt_parts),
+    (('messages',), _one_prompt), (ENDED, _read_ended))
+
+
+def _as_record(row, kinds, coded):
+    "Make a row a record of one of `kinds`; its label may stand in a column of `coded`."
     reader = find_reader(row, kinds)
-    if reader: coded.add(reader.label)
-    row = _one_prompt(_with_prompt_parts(_read_format(row, reader, kinds)))
+    row = _read_format(row, reader, kinds)
+    for columns, step in _STEPS:
+        if any(name in row for name in columns): row = step(row)
     if 'preference' in kinds and 'preference' not in row:
-        columns = [c for c in CODES if c in row and c in coded]
+        if reader: coded = {*coded, reader.label}
+        columns = [name for name in CODES if name in row and name in coded]
         if columns and 'output_1' in row: row |= read_coded_label(row, columns)
         elif 'candidates' not in kinds: row = _best_pair(row)
     label = row.get('label')
     if isinstance(label, str): row['label'] = _TRUTH.get(label.lower(), label)   # KTO's
-    _read_ended(row)
     return row
 
 
@@ -689,10 +700,13 @@ def as_records(
 ) -> list[dict]:
     "Read rows by the readers of their formats; ValueError names file, row and field."
     names = parse_columns(columns)
+    coded = {*_TELLING, *names.values()}
     records = []
     labels = []
     for i, row in enumerate(rows):
-        with naming(f'{where}, row {i}'): record = _as_record(row, kinds, names)
+        with naming(f'{where}, row {i}'):
+            named = _rename(row, names) if names else dict(row)
+            record = _as_record(named, kinds, coded)
         records.append(record)
         votes = record.get('votes')
         if 'preference' in record: labels.append(record['preference'])

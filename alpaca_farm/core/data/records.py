@@ -17,7 +17,7 @@ from pathlib import Path
 from psutil import virtual_memory
 
 from alpaca_farm.core.data.dialogues import (check_messages, naming, prompt_key, prompt_messages,
-    with_system)
+    SYSTEM, with_system)
 from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, known_formats, notice,
     parse_columns, SAY_CODE)
 from .preferences import answer_of, ENDED, is_preference
@@ -308,7 +308,7 @@ def check_record(
     if prompt_messages(row) is None: check_field(row, 'instruction', str)
     else: check_messages(row)
     for name, type_ in dict(input=str, **FIELDS[kind]).items(): check_field(row, name, type_)
-    return with_system(row)
+    return row if row.keys().isdisjoint(SYSTEM) else with_system(row)
 
 
 def check_records(
