@@ -248,40 +248,53 @@ def _read_verdicts(file):
     return verdicts
 
 # %% ../../nbs/judging/label_files.ipynb #fe5971bb
-def _match_verdicts(rows, pairs, what):
-    "Gather the verdicts of one judge on those pairs of a set that it has compared, if any."
-    places = {}   # numbers of the pairs by each of their keys
+def _numbers_by_key(pairs):
+    "List the numbers of the pairs that have a key: their place in a file, their number or texts."
+    numbers = {}
     for j, pair in enumerate(pairs):
-        for key in ((pair.get('source'), pair['row']), (pair.get('idx'),), _text_key(pair)):
-            places.setdefault(key, []).append(j)
-    matching = [r for r in rows if r['key'] in places]
+        place = pair.get('source'), pair['row']
+        for key in (place, (pair.get('idx'),), _text_key(pair)):
+            numbers.setdefault(key, []).append(j)
+    return numbers
+
+
+def _as_it_stands(verdict, pair):
+    "Return the order in which a pair was shown, and the preference in the pair's own order."
+    if 'gold' in verdict and verdict['gold'] not in pair['votes'].values():
+        raise ValueError(f'{verdict["where"]}: gold is {verdict["gold"]:g}, the set has '
+                         f'{pair["votes"]}: the rows do not belong together')
+    preference = verdict['preference']
+    exchanged = verdict.get('first', pair['output_1']) != pair['output_1']
+    if exchanged: preference = 3 - preference
+    return verdict.get('order', int(exchanged)), preference
+
+
+def _match_verdicts(verdicts, pairs, what):
+    "Gather the verdicts of one judge on those pairs of a set that it has compared, if any."
+    numbers = _numbers_by_key(pairs)
+    matching = [v for v in verdicts if v['key'] in numbers]
     if not matching: return None
-    given = {}   # by the order shown and the pair
-    for r in matching:
-        for j in places[r['key']]:
-            pair = pairs[j]
-            if 'gold' in r and r['gold'] not in pair['votes'].values():
-                raise ValueError(f'{r["where"]}: gold is {r["gold"]:g}, the set has '
-                                 f'{pair["votes"]}: the rows do not belong together')
-            exchanged = r.get('first', pair['output_1']) != pair['output_1']
-            preference = 3 - r['preference'] if exchanged else r['preference']
-            given.setdefault((r.get('order', int(exchanged)), j), []).append(preference)
-    counts = [len(verdicts) for verdicts in given.values()]
-    preferences = np.full((max(counts), 2, len(pairs)), np.nan)
+    given = {}   # preferences by the order shown and the pair
+    for verdict in matching:
+        for j in numbers[verdict['key']]:
+            order, preference = _as_it_stands(verdict, pairs[j])
+            given.setdefault((order, j), []).append(preference)
+    most = max(map(len, given.values()))
+    preferences = np.full((most, 2, len(pairs)), np.nan)
     unanswered = np.zeros(len(pairs), int)
     shown = np.zeros((2, len(pairs)), bool)
-    for (order, j), verdicts in given.items():
-        preferences[:len(verdicts), order, j] = verdicts
-        unanswered[j] += np.isnan(verdicts).sum()
+    for (order, j), said in given.items():
+        preferences[:len(said), order, j] = said
+        unanswered[j] += np.isnan(said).sum()
         shown[order, j] = True
-    report_missing(what, int(unanswered.sum()), sum(counts))
+    report_missing(what, int(unanswered.sum()), sum(map(len, given.values())))
     used = int(shown.any(0).sum())
-    if used < len(pairs) or len(matching) < len(rows):
+    if used < len(pairs) or len(matching) < len(verdicts):
         print(f'{what}: {used} of {len(pairs)} labelled pairs have a verdict, '
-              f'and {len(matching)} of {len(rows)} verdicts are on them; only these are used')
+              f'and {len(matching)} of {len(verdicts)} verdicts are on them; only these are used')
     return Verdicts(preferences, 'recorded', unanswered, shown,
-                    price=per_thousand([r.get('price') for r in rows]),
-                    time=per_thousand([r.get('time') for r in rows]))
+                    price=per_thousand([v.get('price') for v in verdicts]),
+                    time=per_thousand([v.get('time') for v in verdicts]))
 
 # %% ../../nbs/judging/label_files.ipynb #28ea9803
 def recorded_verdicts(
