@@ -81,11 +81,11 @@ KINDS = {
     'PKU-SafeRLHF': ([safe(0, 1), safe(1, 0), safe(1, 1)], [1, 2, 2], ''),
     'SHP': ([shp(1, 9, 2), shp(0, 2, 9)], [1, 2], ''),
     'UltraFeedback': ([rated(RED, BLUE)], [1], ''),
-    'UltraFeedback, contradicted': ([rated(RED, WRONG)], [1], '1 overall scores are missing or'),
+    'UltraFeedback, contradicted': ([rated(RED, WRONG)], [1], ''),
     'UltraFeedback, incomplete': (
         [rated(completion('Red.', None, '2'), BLUE, completion('Green.', None, 'N/A')),
          rated(RED, completion('Blue.', None)), rated(RED, completion('Red.', 2.))], [2],
-        '2 answers without a score are left out'),
+        ''),
     'UltraFeedback, binarized': (
         [binarized('Red.', 'Blue.', 8., 6.), binarized('Blue.', 'Red.', 7., 7.),
          binarized('Red.', 'Red.', 8., 6.)], [1, 1.5], '1 pairs have two equal answers')}

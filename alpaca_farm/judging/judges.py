@@ -28,7 +28,7 @@ from ..core.data.records import candidate_pair, check_records, find_file, load_r
 from ..core.data.records import read_rows, read_text
 from ..core.data.preferences import annotator_preferences, answer_of, hash_uniform
 from ..core.data.preferences import head2head_pairs, is_preference, PAIR_FIELDS, Pool
-from ..core.data.preferences import pool_members, pool_weights, read_preference
+from ..core.data.preferences import pool_members, pool_weights
 from ..core.data.preferences import report_missing, shown_swapped, swap_outputs
 from ..core.data.formats import as_records
 from ..core.data.dialogues import full_instruction, prompt_key
@@ -389,9 +389,6 @@ class RecordedLabels:
 def read_recorded(path) -> list[dict]:
     "Read labels of a file or run, or AlpacaEval's annotations; ValueError for a wrong row."
     rows = as_records(read_rows(find_file(str(path), 'preferences')), str(path), ['preference'])
-    for i, r in enumerate(rows):
-        preference = read_preference(r.get('preference'), f'{path}, row {i}', 'preference')
-        r['preference'] = None if math.isnan(preference) else preference
     return check_records(rows, 'preference', str(path))
 
 # %% ../../nbs/judging/judges.ipynb #5b8e1d21

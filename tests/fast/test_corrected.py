@@ -176,7 +176,7 @@ def random_rows(n=40, **more):
 @pytest.mark.parametrize('rows, message', [
     ([dict(r, input='other') for r in random_rows()], 'labels on 0 of its 80'),
     (random_rows(8), '8 of its 80 instructions, besides 0 with equal answers, and a correction needs 10'),
-    ([{k: v for k, v in r.items() if k != 'output_1'} for r in random_rows()], 'no known format'),
+    ([{k: v for k, v in r.items() if k != 'output_1'} for r in random_rows()], 'output_1'),
     ([dict(r, preference=1.3) for r in random_rows()], 'a person votes 1, 2'),
     (random_rows(drawn='length'), 'some instructions of mine have several'),
     ([], 'the file holds no records')])

@@ -22,6 +22,7 @@ from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.formats import CODES, FIELDS, Reader, READERS
 from alpaca_farm.core.data.text import encode
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
+from alpaca_farm.look_at_data import find_odd, read_parts
 from alpaca_farm.judging.judges import read_recorded
 from published import ASK, KINDS, MORE, rated, RED, safe, say, strength, vote, WRONG
 from tiny import write
@@ -261,21 +262,6 @@ def test_a_part_of_the_prompt_in_another_column_is_read(
         assert prompt_key(load_sets([str(path)])['a'][0]) == (instruction, context)
 
 
-def test_a_column_that_no_one_reads_is_told(tmp_path, capsys):
-    def said(rows, kind='output', **more):
-        load_records(write(tmp_path/'a.json', rows), kind=kind, **more)
-        return capsys.readouterr().out
-    rows = [dict(r, id=f'row-{i}', kind='open_qa', scene=f'In town {i}.', vector=[.1, .2])
-            for i, r in enumerate(ROWS)]
-    assert 'columns that no one reads: scene. If' in said(rows)
-    assert 'no one reads' not in said([dict(r, extra='') for r in rows], columns='system=scene')
-    for more in (dict(images=['a.png']), dict(context='Rain.'), dict(history='Me: Hi. You: Yes?')):
-        asked = [dict(r, input='Given.', **more) for r in ROWS]
-        assert f'5 of 5 prompts have `{[*more][0]}`, which the model is not shown' in said(asked)
-    with pytest.raises(ValueError, match="row 0: the field 'history': .* is no pair of turns"):
-        said([dict(ROWS[0], history=[['Hi.']])])
-
-
 def test_a_vote_on_a_turn_is_of_the_rounds_until_then(tmp_path):
     both = {f'conversation_{s}': [ASK, say(a), MORE, say(b)] for s, a, b in
             (('a', 'Red.', 'Elm.'), ('b', 'Blue.', 'Oak.'))}
@@ -285,22 +271,6 @@ def test_a_vote_on_a_turn_is_of_the_rounds_until_then(tmp_path):
     assert (one['output_1'], one['preference'], two['preference']) == ('Red.', 1, 2)
     assert two['output_1'] == 'Red.\n\nHuman: Another?\n\nAssistant: Elm.'
     assert [p['votes'] for p in load_sets([path])['a']] == [dict(Ann=1), dict(Ann=2)]
-
-
-@pytest.mark.parametrize('columns, message', [
-    ('inputs=ctx', "no one reads a field 'inputs'; did you mean 'input'"),
-    ('Input=ctx', "did you mean 'input'"), ('sytem=ctx', "did you mean 'system'"),
-    ('zzz=ctx', "no one reads a field 'zzz'$"), ('input=none', "names 'none'"),
-    ('instruction=q,instruction=ctx', "'instruction' is named twice"),
-    ('output_1=a,output_2=a', "'a' is named twice")])
-def test_names_of_columns_are_checked(tmp_path, columns, message):
-    rows = [dict(q=f'Is {i}?', ctx='It is.', a='Yes.', b='No.', better=1 + i % 2) for i in range(4)]
-    path = write(tmp_path/'a.json', rows)
-    given = 'instruction = q , output_1=a, output_2 =b,preference= better'
-    assert load_records(path, kind='preference', columns=given + ', input = ctx')[0]['input']
-    if '_1' in columns: given = 'instruction=q,preference=better'
-    with pytest.raises(ValueError, match=message):
-        load_records(path, kind='preference', columns=f'{given},{columns}')
 
 
 NAMED = ['first', 'second', 'tie'], ['model_a', 'model_b', 'both_bad'], ['tie', '[[A]]', 'B>A']
@@ -326,7 +296,7 @@ def test_names_of_classes_say_which_answer_is_meant(tmp_path, form, names):
 
 @pytest.mark.parametrize('code, wanted', [('first_second_tie', [1., 2., 1.5]),
                                           ('tie_first_second', [1.5, 1., 2.])])
-@pytest.mark.parametrize('suffix', FORMATS)
+@pytest.mark.parametrize('suffix', ['jsonl', 'csv', 'parquet'])
 def test_the_numbers_0_1_2_need_a_code(tmp_path, capsys, suffix, code, wanted):
     "In every file and wherever labels are read, but where the format says that 0 is a tie."
     path = str(tmp_path/f'a.{suffix}')
@@ -347,7 +317,7 @@ def test_the_numbers_0_1_2_need_a_code(tmp_path, capsys, suffix, code, wanted):
     capsys.readouterr()
     put([dict(r, price_per_example=.1) for r in rows])   # AlpacaEval's
     assert [r['preference'] for r in load_records(path, kind='preference')] == [1.5, 1, 2]
-    assert '0 is read as a tie in 1 of 3 labels' in capsys.readouterr().out
+    assert 'labels preference: 0 = both are as good (1)' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('value, read', [
@@ -370,7 +340,7 @@ def test_what_is_read_can_be_written(tmp_path, capsys, value, read):
 
 def test_a_reader_is_added_by_name(tmp_path, monkeypatch):
     "And is named, with its columns, where a file has none of them."
-    def forum(rest, title, best, worst):
+    def forum(row, title, best, worst):
         return dict(instruction=title.strip(), output_1=worst, output_2=best, preference=2.)
     columns = 'title', 'best', 'worst'
     monkeypatch.setitem(READERS, 'forum', Reader('a forum', 'preference', columns, forum))
@@ -437,7 +407,7 @@ def test_what_published_sets_leave_open(tmp_path):
         with pytest.raises(ValueError, match='a.json, row 0'): read(row)
 
 
-def test_odd_texts_and_labels_are_told(tmp_path, capsys):
+def test_what_is_used_and_left_out_is_told(tmp_path, capsys):
     def said(rows, kind):
         load_records(write(tmp_path/'a.json', rows), kind=kind)
         return capsys.readouterr().out
@@ -450,33 +420,12 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
         'both are as good (1); 1.75 = the second is better (1); 2.0 = the second is better (1)\n')
     assert load_records(write(tmp_path/'a.json', ROWS + ROWS[:2]), kind='output') == ROWS
     assert 'a.json: 2 exact duplicates are left out' in capsys.readouterr().out
-    odd = [dict(ROWS[0], input='nan'), dict(ROWS[1], input='nan'), dict(ROWS[2], output='NaN'),
-           dict(ROWS[3], output=' ')]
-    told = said(odd, 'output')
-    for t in ("input is 'nan' in 2 of 4", "output is 'nan' in 1 of 4",
-              'output is empty in 1 of 4'):
-        assert f'a.json: {t}' in told
-    told = said([dict(p, preference=1.5 - (i < 2)/2) for i, p in enumerate(PAIRS)], 'preference')
-    assert '40% of the labels are 1, 60% ties' in told
-    told = said([dict(messages=[USER, BOT], tools=[dict(name='sky')])], 'output')
-    assert '1 of 1 prompts have `tools`' in told
     missing = [dict(p, preference=l) for p, l in zip(PAIRS, (1, 2, 1.5, None, ''))]
     assert '2 pairs have no label' in said(missing, 'preference')
-    scored = [dict(instruction=f'Is it {i}?', chosen=f'Is it {i}? Yes.', rejected='No.',
-                   chosen_score=i, rejected_score=2) for i in range(6)]
-    told = said(scored, 'preference')
-    assert 'lower score in 2 of 6 pairs (chosen_score, rejected_score)' in told
-    assert 'begins with the prompt' in told
-    assert 'output begins with the prompt in 1 of 2 records' in said(
-        [dict(prompt='Name a hue.', completion=t) for t in ('Name  a hue.\nRed', 'Red.')], 'output')
     equal = [dict(PAIRS[0], output_2='a')]*3
     for rows, why in (([], 'no records$'), (equal, 'no records: 3 pairs have two equal answers'),
                       ([dict(PAIRS[0], preference=None)], 'no records: 1 pairs have no label')):
         with pytest.raises(ValueError, match=why): said(rows, 'preference')
-    swapped = dict(PAIRS[0], output_1='b0', output_2='a')
-    assert '1 of 5 pairs are labelled both ways' in said(PAIRS + [swapped], 'preference')
-    told = said(PAIRS + [dict(swapped, preference=2.)], 'preference')
-    assert '1 labels repeat one on the same pair' in told and 'both ways' not in told
 
 
 HALF = [published.texts('model_a', True), published.texts('model_b', True)]
@@ -550,10 +499,10 @@ TOOLS = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
     (dict(Q, chosen=turned('How?', 'a'), rejected=turned('How?', 'b')), 'preference', '',
      'prompt differs from the first turn'),
     (dict(messages=turned('Hi.', 'Yes?'), instruction='Use French.'), 'candidates', '',
-     '1 prompts have `instruction`, which the model'),
-    (dict(Q, instruction='Use French.'), 'preference', '', 'prompts have `instruction`'),
+     '`instruction` beside the prompt'),
+    (dict(Q, instruction='Use French.'), 'preference', '', '`instruction` beside the prompt'),
     (dict(P, messages=DONE), 'preference', '', dict(messages=DONE, preference=1)),
-    (dict(P, messages=DONE[:1]), 'preference', '', 'another turn than the `instruction`'),
+    (dict(P, messages=DONE[:1]), 'preference', '', 'the `instruction` is'),
     (ZERO, 'preference', '', 'labels are 0, 1, in an unknown code'),
     (ZERO + [dict(ZERO[0], preference=-1)], 'preference', '', 'labels are -1, 0, 1, in an unknown'),
     *[(dict(P, win2_prob=.75, **more), 'preference', '', dict(preference=1.75))
@@ -571,7 +520,7 @@ TOOLS = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
      'scores=place', 'Are they ranks'),
     (dict(P, winner='model_b'), 'preference', '', '1 labels in `winner` contradict'),
     (dict(P, preference='A', overall_preference=3), 'preference', '', 'in `overall_preference` con'),
-    ([dict(P, output_1='a\nb'), dict(P, output_1='a\r\nb')], 'preference', '', '1 labels repeat'),
+    ([dict(P, output_1='a\nb'), dict(P, output_1='a\r\nb')], 'preference', '', '1 of 2 rows say what another one says'),
     (dict(system='Be kind.', question='Why?', chosen='x', rejected='y'), 'preference', '',
      'as in prompt=question'),
     (dict(Q, rejected=None), 'preference', '', "the field 'rejected' is empty"),
@@ -581,13 +530,14 @@ TOOLS = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
      dict(score_chosen=10.)),
     (dict(instruction='Why?', output=['a', 'b'], scores=['good', 'bad']), 'preference', '',
      "`scores` are .*not numbers"),
-    (dict(messages=TOOLS), 'instruction', '', '^$')])
-def test_odd_data_is_read_as_it_is_meant_or_told(tmp_path, capsys, rows, kind, columns, wanted):
+    (dict(messages=TOOLS), 'instruction', '', r'^\[\]$')])
+def test_odd_data_is_read_as_it_is_meant_or_told(tmp_path, rows, kind, columns, wanted):
     path = write(tmp_path/'a.json', rows if isinstance(rows, list) else [rows])
     found, said = [], ''
-    try: found = load_records(path, kind=kind, columns=columns)
+    try:
+        found = load_records(path, kind=kind, columns=columns)
+        if isinstance(wanted, str): said = str(find_odd(read_parts(path, '', columns), [{}], {}))
     except ValueError as e: said = str(e)
-    said += capsys.readouterr().out
     if isinstance(wanted, str):
         assert re.search(wanted, said)
         return

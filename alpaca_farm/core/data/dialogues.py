@@ -152,27 +152,26 @@ def without_thoughts(
 SYSTEM = 'system', 'system_prompt', 'system_message'   # columns of the system's turn
 
 
-def check_messages(record: dict, where: str):
+def check_messages(record: dict):
     "Refuse with a ValueError `messages` that are no dialogue that can be answered."
-    with naming(where): messages = [as_turn(m) for m in record['messages'] or []]
-    at = f'{where}: the dialogue in `messages`'
+    messages = [as_turn(m) for m in record['messages'] or []]
     if not any(m['role'] == 'user' and m['content'].strip() for m in messages):
-        raise ValueError(f'{at} has no words of a user')
+        raise ValueError('the dialogue in `messages` has no words of a user')
     last = messages[-1]['role']
     if last not in ('user', 'tool'):
-        raise ValueError(f"{at} ends with the {last}'s turn. Cut it at the turn to be answered")
-    if record.get('input'):
-        raise ValueError(f'{where}: a dialogue has no `input`: put it into a turn')
+        raise ValueError(f"the dialogue in `messages` ends with the {last}'s turn. Cut it at the "
+                         'turn to be answered')
+    if record.get('input'): raise ValueError('a dialogue has no `input`: put it into a turn')
 
 
-def with_system(record: dict, where: str) -> dict:
+def with_system(record: dict) -> dict:
     "Make columns of system turns a record's first turn; ValueError if it has another one."
     for column in SYSTEM:
         if column not in record: continue
         record = dict(record)
         text = record.pop(column) or ''
         if not isinstance(text, str):
-            raise ValueError(f'{where}: the field {column!r} is {text!r:.60}, not a string')
+            raise ValueError(f'the field {column!r} is {text!r:.60}, not a string')
         if text.strip().lower() in ('', *EMPTY_CELLS): continue
         turns = as_messages(record)
         first = turns[0]['content']
@@ -180,6 +179,6 @@ def with_system(record: dict, where: str) -> dict:
             record.pop('instruction', None)
             record |= dict(messages=[dict(role='system', content=text), *turns], input='')
         elif first.strip() != text.strip():
-            raise ValueError(f'{where}: {column!r} is {text!r:.40}, but the dialogue begins with '
+            raise ValueError(f'{column!r} is {text!r:.40}, but the dialogue begins with '
                              f"the system's turn {first!r:.40}. Keep one of them")
     return record

@@ -4,20 +4,20 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'ANNOTATOR_FIELDS', 'OWN_FIELDS', 'READERS', 'PROMPT_PARTS', 'CODES', 'SAY_CODE', 'check_whole',
-           'finite_number', 'default_sources', 'Reader', 'find_reader', 'known_formats', 'with_prompt_parts',
-           'check_code', 'read_ended', 'notice', 'known_fields', 'parse_columns', 'as_records']
+           'finite_number', 'notice', 'make_preference', 'Reader', 'find_reader', 'known_formats', 'read_coded_label',
+           'known_fields', 'parse_columns', 'as_records']
 
 # %% ../../../nbs/core/data/formats.ipynb #2d318e86
 import difflib, json, re
-from collections import Counter
 from contextlib import suppress
 from functools import cache
 from math import isfinite, isnan
 from typing import Callable, NamedTuple
 
-from .dialogues import as_messages, as_turn, full_instruction, naming
+from .dialogues import as_messages, as_turn, naming
 from .dialogues import parse_dialogue, prompt_messages, prompt_text, SYSTEM
 from .dialogues import TURN, turns_text, without_space
+from .dialogues import dialogue_text
 from .preferences import ENDED, hash_uniform, is_preference, read_preference
 from ..run.paths import root
 
@@ -60,10 +60,22 @@ def _messages_in(value, name):
     return value
 
 
+def _text_of(row, name):
+    "Return the text in a column; ValueError for another value."
+    if isinstance(row[name], str): return row[name]
+    raise ValueError(f'the field {name!r} is {row[name]!r:.60}, not a string')
+
+
 def finite_number(value) -> float | None:
     "Read a finite number, or its text; None for anything else."
     with suppress(TypeError, ValueError, OverflowError):
         if isfinite(float(value)): return float(value)
+
+# %% ../../../nbs/core/data/formats.ipynb #cc3b97e8
+@cache
+def notice(text: str):
+    "Print a line that begins with a file, relative to the root, once in a process."
+    print(text.removeprefix(f'{root()}/'))
 
 # %% ../../../nbs/core/data/formats.ipynb #384256d0
 def _turns(value, role):
@@ -99,12 +111,12 @@ def _as_answer(turns):
     return without_space(turns_text(turns).removeprefix(TURN))
 
 
-def _prompt(rest, prompt):
+def _prompt(row, prompt):
     "Read a prompt alone."
     return _as_prompt(_turns(prompt, 'user'), prompt)
 
 
-def _dialogue(rest, dialogue):
+def _dialogue(row, dialogue):
     "Read a dialogue that ends with the answer, or with the user's turn."
     turns = _answered(dialogue) if isinstance(dialogue, str) else _turns(dialogue, 'user')
     n = len(turns)
@@ -113,7 +125,7 @@ def _dialogue(rest, dialogue):
     if isinstance(dialogue, list) and dialogue[-1].get('weight') == 0:
         raise ValueError('the answer has weight 0: leave the row out, or remove the weight')
     for field in ('output', 'output_1'):
-        if field in rest:
+        if field in row:
             raise ValueError(f'the dialogue ends with an answer, and there is {field!r} too')
     return dict(messages=turns[:n], output=_as_answer(turns[n:]))
 
@@ -167,35 +179,59 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
         return _as_prompt(turns, prompt), list(map(_as_answer, answers))
     raise ValueError('the two dialogues have no turn of the assistant in common')
 
+# %% ../../../nbs/core/data/formats.ipynb #9b9913c1
+def make_preference(
+    prompt: dict,   # instruction or messages, and any other fields of the record
+    better: dict,   # its `output`, and its `generator` and `ended` where they are known
+    worse: dict,    # the same of the other answer
+    tie: bool = False,   # whether neither is better
+) -> dict:
+    "Make two answers to a prompt a preference, in an order that their texts draw."
+    texts = sorted([str(better['output']), str(worse['output'])])
+    asked = str(prompt.get('messages') or prompt.get('instruction'))
+    swapped = hash_uniform('chosen', *texts, asked) < .5
+    pair = dict(prompt)
+    for place, answer in enumerate([worse, better] if swapped else [better, worse], 1):
+        for name, value in answer.items():
+            if value is not None: pair[f'{name}_{place}'] = value
+    best = 2. if swapped else 1.
+    return dict(pair, preference=1.5 if tie else best)
 
+# %% ../../../nbs/core/data/formats.ipynb #1df2007d
+_SIDES = 'chosen_model', 'rejected_model', 'chosen_ended', 'rejected_ended'   # that may be there
 # the place of an answer, or its column: b, 2, response_2, model_b
 _PLACE = re.compile('(?:(?:response|output|answer|model|completion)_?)?([a-d0-9])', re.I)
 
 
-def _chosen(rest, chosen, rejected, prompt=None):
+def _check_texts(row, answers):
+    "Refuse with a ValueError answers that are the names of other columns."
+    columns = {m[1].lower() for m in map(_PLACE.fullmatch, row) if m}
+    places = [_PLACE.fullmatch(str(answer)) for answer in answers]
+    if all(m and m[1].lower() in columns for m in places):
+        raise ValueError(f"'chosen' is {answers[0]!r}, the name of an answer. Write its text there")
+
+
+def _chosen(row, chosen, rejected, prompt=None):
     "Read a chosen and a rejected answer, with the names of their models, as a preference."
-    sides = {m[1].lower() for m in map(_PLACE.fullmatch, rest) if m}
-    places = [_PLACE.fullmatch(str(answer)) for answer in (chosen, rejected)]
-    if all(m and m[1].lower() in sides for m in places):
-        raise ValueError(f"'chosen' is {chosen!r}, the name of an answer. Write its text there")
-    if isinstance(chosen, dict) and not prompt: prompt = rest.pop('conversations', None)
-    fields, answers = _cut(prompt, chosen, rejected)
-    coin = ['chosen', *sorted([str(chosen), str(rejected)])]
-    if prompt: coin.append(prompt_text(fields))
-    best = 1 + (hash_uniform(*coin) < .5)
-    for name, place, text in zip(('chosen', 'rejected'), (best, 3 - best), answers):
-        fields[f'output_{place}'] = text
-        for ours, theirs in (('generator', 'model'), ('ended', 'ended')):
-            value = rest.pop(f'{name}_{theirs}', None)
-            if value is not None: fields[f'{ours}_{place}'] = value
-    high, low = (finite_number(rest.get(f'score_{name}')) for name in ('chosen', 'rejected'))
-    tie = high is not None and high == low
-    return dict(fields, preference=1.5 if tie else float(best))
+    _check_texts(row, [chosen, rejected])
+    fields, texts = _cut(prompt, chosen, rejected)
+    answers = []
+    for name, text in zip(('chosen', 'rejected'), texts):
+        answers.append(dict(output=text, generator=row.get(f'{name}_model'),
+                            ended=row.get(f'{name}_ended')))
+    score = finite_number(row.get('score_chosen'))
+    tie = score is not None and score == finite_number(row.get('score_rejected'))
+    return make_preference(fields, *answers, tie)
+
+
+def _chosen_turns(row, chosen, rejected, conversations):
+    "Read ShareGPT's preferences: two turns that follow a conversation."
+    return _chosen(row, chosen, rejected, conversations if isinstance(chosen, dict) else None)
 
 # %% ../../../nbs/core/data/formats.ipynb #dc91dcae
-def _pair(rest, prompt, first, second, *preference):
+def _pair(row, prompt, first, second, *preference):
     "Read a prompt, two answers to it, and the preference if it is given."
-    pair = dict(_prompt(rest, prompt), output_1=first, output_2=second)
+    pair = dict(_prompt(row, prompt), output_1=first, output_2=second)
     return dict(pair, preference=preference[0]) if preference else pair
 
 
@@ -208,51 +244,48 @@ def _rounds_until(turn, conversation):
     return conversation[:asked[int(number)]] if number < len(asked) else conversation
 
 
-def _conversations(rest, *both):
+def _conversations(row, *both):
     "Read two conversations of an arena as a pair, up to the round of the vote if it is known."
     both = list(map(_parsed, both))
-    if rest.get('turn') not in (None, ''): both = [_rounds_until(rest['turn'], c) for c in both]
+    if row.get('turn') not in (None, ''): both = [_rounds_until(row['turn'], c) for c in both]
     fields, answers = _cut(None, *both)
     return dict(fields, output_1=answers[0], output_2=answers[1])
 
 
-def _rounds(rest, rounds):
+def _rounds(row, rounds):
     "Read an arena's list of rounds, each with the user's turn and both models'."
     both = [], []
     for r in _parsed(rounds):
         for turns, side in zip(both, 'ab'): turns.extend([r['user'], r[f'model_side_{side}']])
-    return _conversations(rest, *both)
+    return _conversations(row, *both)
 
 
-def _answers(rest, *columns):
+def _answers(row, *columns):
     "Read an arena's prompt and two answers, or lists with those of each round."
     prompts, *answers = lists = [_parsed(c) for c in columns]
     if not all(isinstance(v, list) and len(v) == len(prompts) for v in lists):
-        return _pair(rest, *columns)
+        return _pair(row, *columns)
     both = [], []
     for turns, texts in zip(both, answers):
         for prompt, text in zip(prompts, texts):
             turns.append(dict(role='user', content=prompt or ''))
             turns.append(dict(role='assistant', content=text or ''))
-    return _conversations(rest, *both)
+    return _conversations(row, *both)
 
 # %% ../../../nbs/core/data/formats.ipynb #11c687d7
-def default_sources(n: int) -> list[str]:
-    "Name the sources that RRHF's files imply by position."
-    return ['sample'] * (n - 2) + ['chosen', 'rejected'] if n > 1 else ['sample']
-
-
-def _responses(rest, query, responses):
-    "Read RRHF's queries and responses as candidates."
+def _responses(row, query, responses):
+    "Read RRHF's queries and responses as candidates; their sources follow from the position."
     if not isinstance(responses, list): raise ValueError('`responses` is not a list')
-    source = rest.get('source', default_sources(len(responses)))
-    fields = dict(output=responses, source=source)
-    told = 'instruction' in rest or 'messages' in rest   # what the query alone does not tell
-    return fields if told else fields | _prompt(rest, query)
+    sources = ['sample']*len(responses)
+    if len(sources) > 1: sources[-2:] = 'chosen', 'rejected'
+    fields = dict(output=responses, source=row.get('source', sources))
+    told = 'instruction' in row or 'messages' in row   # what the query alone does not tell
+    return fields if told else fields | _prompt(row, query)
 
 
-def _mended_score(answer, score):
-    "Return the score that a completion's aspects give it, from 1 to 10, if its own is far from it."
+def _mended_score(answer):
+    "Return a completion's score, or that of its aspects, from 1 to 10, if its own is far from it."
+    score = finite_number(answer.get('overall_score'))
     aspects = (answer.get('annotations') or {}).values()
     ratings = [finite_number((a or {}).get('Rating')) for a in aspects]
     ratings = [r for r in ratings if r is not None]   # from 1 to 5
@@ -261,49 +294,65 @@ def _mended_score(answer, score):
     return mean if score is None or abs(score - mean) > 4.5 else score
 
 
-def _completions(rest, instruction, completions):
+def _completions(row, instruction, completions):
     "Read UltraFeedback's completions as candidates with scores; those without are left out."
-    notes = []
-    scores = []
-    for a in completions:
-        own = finite_number(a.get('overall_score'))
-        scores.append(_mended_score(a, own))
-        if scores[-1] != own: notes.append('overall scores are missing or contradict the aspects, '
-                                           'whose mean is taken')
-        elif own is None: notes.append('answers without a score are left out')
+    scores = list(map(_mended_score, completions))
     kept = [i for i, score in enumerate(scores) if score is not None]
-    fields = dict(_prompt(rest, instruction), notes=notes if kept else [])
+    fields = _prompt(row, instruction)
     if kept: fields['scores'] = [scores[i] for i in kept]
     answers = [completions[i] for i in kept or range(len(scores))]
     return dict(fields, output=[a['response'] for a in answers],
                 source=[a.get('model', '') for a in answers])
 
 
-def _completion(rest, prompt, completion):
+def _completion(row, prompt, completion):
     "Read TRL's prompt and completion, which may repeat the prompt."
     asked = _turns(prompt, 'user')
     turns = _turns(completion, 'assistant')
     answer = turns[_repeated(asked, turns[:len(asked)]):]
     return dict(_as_prompt(asked, prompt), output=_as_answer(answer))
 
-# %% ../../../nbs/core/data/formats.ipynb #3fabfa24
-def _rlcd(rest, *pair):
+# %% ../../../nbs/core/data/formats.ipynb #cb5a619b
+def _rlcd(row, *pair):
     "Read RLCD's pairs, with the probability that the second answer is better."
-    given = rest.pop('win2_prob', None)
-    if given in ('', None): return _pair(rest, *pair)
+    given = row.get('win2_prob')
+    if given in ('', None): return _pair(row, *pair)
     chance = finite_number(given)
     if chance is None: raise ValueError(f"'win2_prob' is {given!r:.60}, not a number")
-    return _pair(rest, *pair, 1 + chance)
+    return _pair(row, *pair, 1 + chance)
 
 
+def _llmbar(row, asked, first, second, label):
+    "Read LLMBar's pairs, whose instruction stands in `input`."
+    if not isinstance(label, (int, float, str)):
+        raise ValueError(f"the field 'label' is {label!r:.60}, not 1 or 2")
+    asked = _text_of(row, 'input')
+    return dict(instruction=asked, input='', output_1=first, output_2=second, preference=label)
+
+
+def _pandalm(row, *columns):
+    "Read PandaLM's pairs, with the votes of several annotators by name."
+    texts = dict(row)
+    for name in ('response1', 'response2'):   # "True" is stored as a truth value
+        if isinstance(row[name], bool): texts[name] = str(row[name])
+    pair = dict(instruction=_text_of(row, 'instruction'))
+    pair |= dict(output_1=_text_of(texts, 'response1'), output_2=_text_of(texts, 'response2'))
+    if not pair['instruction'].strip(): pair |= dict(instruction=row.get('input'), input='')
+    models = str(row.get('cmp_key', '')).split('_')
+    if len(models) == 2: pair |= dict(generator_1=models[0], generator_2=models[1])
+    pair['votes'] = {k: v for k, v in row.items() if k.startswith('annotator')}
+    return pair
+
+# %% ../../../nbs/core/data/formats.ipynb #3fabfa24
 class Reader(NamedTuple):
     "How the rows of a format are known, and read."
     text: str         # whose format it is, in a few words
     kind: str         # of its records, one of FIELDS
     columns: tuple    # which a row must have
-    read: Callable    # from the other columns and the values of these to our fields
+    read: Callable    # from a row and its values of these to our fields; the row stays as it is
     label: str = ''   # a column of labels, which may be empty, with a code of its own in CODES
     ours: bool = False   # whether it is known by our columns
+    more: tuple = ()  # columns that are read if they are there
 
     def fits(self, row: dict) -> bool:
         "Tell whether a row has the columns, with values."
@@ -313,14 +362,20 @@ class Reader(NamedTuple):
 
 READERS = dict(
     rlcd=Reader("RLCD's pairs in our columns, dialogues as instructions", 'preference',
-                ('instruction', 'output_1', 'output_2'), _rlcd, ours=True),
-    trl=Reader("TRL's preferences", 'preference', ('chosen', 'rejected', 'prompt'), _chosen),
+                ('instruction', 'output_1', 'output_2'), _rlcd, ours=True, more=('win2_prob',)),
+    trl=Reader("TRL's preferences", 'preference', ('chosen', 'rejected', 'prompt'), _chosen,
+               more=_SIDES),
     chosen=Reader('the same with an instruction', 'preference',
-                  ('chosen', 'rejected', 'instruction'), _chosen),
+                  ('chosen', 'rejected', 'instruction'), _chosen, more=_SIDES),
+    sharegpt_chosen=Reader("ShareGPT's preferences", 'preference',
+                           ('chosen', 'rejected', 'conversations'), _chosen_turns, more=_SIDES),
     hh_rlhf=Reader('hh-rlhf, and TRL without a prompt', 'preference', ('chosen', 'rejected'),
-                   _chosen),
+                   _chosen, more=_SIDES),
     judgebench=Reader('JudgeBench', 'preference',
                       ('question', 'response_A', 'response_B', 'label'), _pair),
+    llmbar=Reader('LLMBar', 'preference', ('input', 'output_1', 'output_2', 'label'), _llmbar),
+    pandalm=Reader("PandaLM's test set", 'pair',
+                   ('instruction', 'response1', 'response2', 'annotator1'), _pandalm),
     helpsteer2=Reader('HelpSteer2', 'preference', ('prompt', 'response_1', 'response_2'), _pair,
                       'preference_strength'),
     helpsteer3=Reader('HelpSteer3', 'preference', ('context', 'response1', 'response2'), _pair,
@@ -343,7 +398,7 @@ READERS = dict(
                       _completion),
     prompt=Reader('prompts', 'instruction', ('prompt',), _prompt))
 
-
+# %% ../../../nbs/core/data/formats.ipynb #afa03aea
 def find_reader(row: dict, kinds) -> Reader | None:
     "Find the reader of a row's format; None when the row has our fields, or unknown columns."
     ours = 'instruction' in row and any(FIELDS[k].keys() <= row.keys() for k in kinds)
@@ -368,25 +423,32 @@ def known_formats(field: str, type_: type) -> str:
 PROMPT_PARTS = 'history', 'context', 'passage', 'document', 'article'   # where no reader reads them
 
 
+def _read_turns(value):
+    "Read earlier turns: messages, or lists of a question and its answer."
+    turns = []
+    for said in value:
+        if not isinstance(said, list):
+            turns.append(as_turn(said))
+            continue
+        if len(said) != 2: raise ValueError(f'{said!r:.60} is no pair of turns')
+        for role, text in zip(('user', 'assistant'), said):
+            turns.append(as_turn(dict(role=role, content=text or '')))
+    return turns
+
+
 def _read_part(value, name):
-    "Read a column of a prompt: earlier turns as a list, a passage as a text."
+    "Read a column of a prompt: earlier turns as a list, a passage as a text, None for neither."
     if isinstance(value, str) and value.lstrip().startswith('['): value = _parsed(value)
     if isinstance(value, str):
         return parse_dialogue(value) if value.lstrip().startswith('Human:') else value
     if not isinstance(value, list): return None
     texts = all(isinstance(v, str) for v in value)
-    if name != 'history':
-        if texts: return '\n\n'.join(value)
-        if not all(isinstance(v, dict) and {'role', 'from'} & v.keys() for v in value): return None
-    elif texts: value = [value[i:i + 2] for i in range(0, len(value), 2)]
-    turns = []
-    for said in value:
-        if isinstance(said, list):
-            if len(said) != 2: raise ValueError(f'{said!r:.60} is no pair of turns')
-            for role, text in zip(('user', 'assistant'), said):
-                turns.append(as_turn(dict(role=role, content=text or '')))
-        else: turns.append(as_turn(said))
-    return turns
+    if name == 'history':
+        if texts: value = [value[i:i + 2] for i in range(0, len(value), 2)]
+        return _read_turns(value)
+    if texts: return '\n\n'.join(value)
+    is_turn = [isinstance(v, dict) and bool({'role', 'from'} & v.keys()) for v in value]
+    return _read_turns(value) if all(is_turn) else None
 
 
 def _before(past, row):
@@ -404,11 +466,11 @@ def _before(past, row):
     return past
 
 
-def with_prompt_parts(row: dict) -> dict:
+def _with_prompt_parts(row: dict) -> dict:
     "Put the earlier turns and the passage that stand in columns of their own into a row's prompt."
     for name in PROMPT_PARTS:
         asked = prompt_messages(row) or row.get('instruction')
-        if not row.get(name) or not asked or not isinstance(asked, (list, str)): continue
+        if not row.get(name) or not isinstance(asked, (list, str)) or not asked: continue
         rest = {k: v for k, v in row.items() if k != name}
         with naming(f'the field {name!r}'):
             part = _read_part(row[name], name)
@@ -420,29 +482,53 @@ def with_prompt_parts(row: dict) -> dict:
             if _said(turns[n:n + len(part)]) != _said(part): turns[n:n] = part
             rest.pop('instruction', None)
             row = dict(rest, messages=turns, input='')
-        is_passage = isinstance(part, str) and name != 'history'
-        if is_passage and isinstance(asked, str) and not row.get('input'):
+        elif part and name != 'history' and isinstance(asked, str) and not row.get('input'):
             row = dict(rest, input=part)
     return row
 
+# %% ../../../nbs/core/data/formats.ipynb #4a8247f0
+def _one_prompt(row):
+    "Keep the instruction or the dialogue of a row that has both; ValueError if they differ."
+    messages = row.get('messages')
+    instruction = row.get('instruction')
+    if not messages or not isinstance(messages, list) or instruction is None: return row
+    turns = list(map(as_turn, messages))
+    while turns and turns[-1]['role'] == 'assistant': turns.pop()   # an answer
+    last = turns[-1]['content'] if turns else ''
+    asked = f'{instruction} {row.get("input") or ""}'.split()
+    if asked not in (last.split(), dialogue_text(turns).split()):
+        raise ValueError(f'the `instruction` is {instruction!r:.60}, but what `messages` ask is '
+                         f'{last!r:.60}. Keep one of them')
+    unused = 'messages' if len(turns) == 1 else 'instruction'
+    rest = {k: v for k, v in row.items() if k != unused}
+    return rest if len(turns) == 1 else dict(rest, messages=turns, input='')
+
 # %% ../../../nbs/core/data/formats.ipynb #604cb525
 _SIGN = {'-3': 1., '-2': 1., '-1': 1., '0': 1.5, '1': 2., '2': 2., '3': 2.}
-CODES = dict(  # of columns with labels: the preference that each value stands for
+_OF_FORMATS = dict(   # columns that are read in a known format, or where the user names them
     preference_strength=_SIGN, overall_preference=_SIGN,
-    better_response_id={'0': 1., '1': 2.}, labels={'1': 1., '0': 2.},
+    better_response_id={'0': 1., '1': 2.}, labels={'1': 1., '0': 2.})
+_TELLING = dict(   # columns that are read wherever they stand
     first_second_tie={'0': 1., '1': 2., '2': 1.5}, tie_first_second={'0': 1.5, '1': 1., '2': 2.},
     winner={}, winner_model_a={'0': None, '1': 1.}, winner_model_b={'0': None, '1': 2.},
     winner_tie={'0': None, '1': 1.5})
-SAY_CODE = ('Write 1 and 2 for the better answer, 1.5 for a tie and nothing for no verdict, or '
-            'name the column, in the file or in `columns`: first_second_tie or tie_first_second '
-            '(for 0, 1, 2), preference_strength (above 0: the second is better), '
-            'better_response_id (0: the first, 1: the second) or labels (1: the first, 0: not)')
-_ZERO_TIES = ({'annotator', 'generator_1', 'generator_2'}, {'price_per_example'},   # AlpacaEval
-              {'response1', 'annotator1'})   # PandaLM: columns of a format where 0 is a tie
+CODES = _OF_FORMATS | _TELLING   # by column of labels: the preference that each value stands for
+
+# %% ../../../nbs/core/data/formats.ipynb #ed1c20ab
+def _plain_label(label):
+    "Read a label without a code as a preference, None for no verdict; any other as it is."
+    if label is None or is_preference(label): return label
+    with suppress(ValueError):
+        label = read_preference(label, '', '')
+        if isnan(label): return None
+    return label
 
 
-def _coded_label(row, columns):
-    "Read the label in a row's columns of labels as `preference`, with its `strength`."
+def read_coded_label(
+    row: dict,
+    columns,   # of labels, in CODES; the first with a verdict counts
+) -> dict:     # preference, None for no verdict, and its strength where the code has one
+    "Read the label in a row's columns of labels; ValueError for a value outside the code."
     for column in columns:
         code = CODES[column]
         number = finite_number(row[column])
@@ -456,79 +542,52 @@ def _coded_label(row, columns):
         return dict(preference=preference)
     return dict(preference=None)
 
+# %% ../../../nbs/core/data/formats.ipynb #bae86a64
+SAY_CODE = ('Write 1 and 2 for the better answer, 1.5 for a tie and nothing for no verdict, or '
+            'name the column, in the file or in `columns`: first_second_tie or tie_first_second '
+            '(for 0, 1, 2), preference_strength (above 0: the second is better), '
+            'better_response_id (0: the first, 1: the second) or labels (1: the first, 0: not)')
+_ZERO_TIES = ({'annotator', 'generator_1', 'generator_2'}, {'price_per_example'},   # AlpacaEval
+              {'response1', 'annotator1'})   # PandaLM: columns of a format where 0 is a tie
 
-def _plain_label(label):
-    "Read a label without a code as a preference, None for no verdict; any other as it is."
-    if label is None or is_preference(label): return label
-    with suppress(ValueError):
-        label = read_preference(label, '', '')
-        if isnan(label): return None
-    return label
 
-
-def check_code(
-    labels: list,   # of the rows of a file
-    row: dict,      # one of them, whose columns tell the format
-    where: str,     # the file, for messages
-):
-    "Refuse with a ValueError labels in an unknown code; say how many are 0 where it is a tie."
+def _check_code(labels, columns):
+    "Refuse with a ValueError the labels of a file with these columns if their code is unknown."
     numbers = [finite_number(label) for label in labels if not isinstance(label, bool)]
     values = sorted({*numbers} - {None})
     if not values or values[0] >= 1: return
-    known = any(columns <= row.keys() for columns in _ZERO_TIES)
+    known = any(format_ <= columns for format_ in _ZERO_TIES)
     known = known and values[-1] != 1   # where 2 is missing, 1 may be the second answer
-    if not known or {v for v in values if v < 1} - {0, -1}:   # -1: no verdict
-        raise ValueError(f'{where}: the labels are {", ".join(f"{v:g}" for v in values[:9])}, '
-                         f'in an unknown code. {SAY_CODE}')
-    zeros = numbers.count(0)
-    if zeros: notice(f'{where}: 0 is read as a tie in {zeros} of {len(labels)} labels')
+    if known and not {v for v in values if v < 1} - {0, -1}: return   # -1: no verdict
+    raise ValueError(f'the labels are {", ".join(f"{v:g}" for v in values[:9])}, '
+                     f'in an unknown code. {SAY_CODE}')
 
-
+# %% ../../../nbs/core/data/formats.ipynb #4bc98a81
 def _best_pair(row):
     "Make scored candidates a preference: the best one and another, drawn by their text."
-    answers = row.get('output')
+    texts = row.get('output')
     scores = row.get('scores')
-    if not (isinstance(answers, list) and isinstance(scores, list)): return row
-    if not len(answers) == len(scores) > 0: return row
-    scores = list(map(finite_number, scores))
-    if None in scores: raise ValueError(f'`scores` are {row["scores"]!r:.60}, not numbers')
-    best = scores.index(max(scores))
-    others = [i for i, text in enumerate(answers) if text != answers[best]]
+    if not (isinstance(texts, list) and isinstance(scores, list)): return row
+    if not len(texts) == len(scores) > 0: return row
+    numbers = list(map(finite_number, scores))
+    if None in numbers: raise ValueError(f'`scores` are {scores!r:.60}, not numbers')
+    best = numbers.index(max(numbers))
+    others = [i for i, text in enumerate(texts) if text != texts[best]]
     if not others: return row | dict.fromkeys(FIELDS['preference'])   # no label
-    other = others[int(hash_uniform('rejected', *answers) * len(others))]
-    own = 'output', 'scores', 'source', 'messages', 'instruction', 'ended'
-    rest = {k: v for k, v in row.items() if k not in own}
-    rest |= dict(score_chosen=scores[best], score_rejected=scores[other])
-    for name, values in dict(model=row.get('source'), ended=row.get('ended')).items():
-        if isinstance(values, list) and len(values) == len(answers):
-            rest |= {f'chosen_{name}': values[best], f'rejected_{name}': values[other]}
-    prompt = row.get('messages') or row.get('instruction')
-    return rest | _chosen(rest, answers[best], answers[other], prompt)
+    other = others[int(hash_uniform('rejected', *texts) * len(others))]
+
+    def answer(i):
+        fields = dict(output=texts[i])
+        for name, column in (('generator', 'source'), ('ended', 'ended')):
+            values = row.get(column)
+            if isinstance(values, list) and len(values) == len(texts): fields[name] = values[i]
+        return fields
+
+    rest = {k: v for k, v in row.items() if k not in ('output', 'scores', 'source', 'ended')}
+    rest |= dict(score_chosen=numbers[best], score_rejected=numbers[other])
+    return make_preference(rest, answer(best), answer(other), numbers[best] == numbers[other])
 
 # %% ../../../nbs/core/data/formats.ipynb #fabcd73b
-_TRUTH = dict.fromkeys('true 1 1.0 yes good positive pos chosen'.split(), True)
-_TRUTH |= dict.fromkeys('false 0 0.0 no bad negative neg rejected'.split(), False)
-
-
-def read_ended(row: dict, where: str):
-    "Make true or false, in place, whether a row's answers ended; ValueError if it is neither."
-    for name in ENDED:
-        value = row.pop(name, None)
-        if value in (None, ''): continue   # not known
-        several = name == 'ended' and isinstance(value, list)
-        values = value if several else [value]
-        ended = [_TRUTH.get(str(v).lower()) for v in values]
-        if None in ended:
-            raise ValueError(f'{where}: the field {name!r} is {value!r:.60}, not true or false')
-        row[name] = ended if several else ended[0]
-
-
-@cache
-def notice(text: str):
-    "Print a line that begins with a file, relative to the root, once in a process."
-    print(text.removeprefix(f'{root()}/'))
-
-
 def known_fields() -> set[str]:
     "Return the names of all fields that are read of records, those of known formats included."
     names = {*OWN_FIELDS, *PROMPT_PARTS, *CODES}
@@ -536,7 +595,7 @@ def known_fields() -> set[str]:
     return names
 
 
-def parse_columns(columns) -> dict[str, str]:
+def parse_columns(columns: str) -> dict[str, str]:
     "Read the names of columns, as in instruction=question,output=answer: ours by theirs."
     names = {}
     for part in columns.split(',') if columns else ():
@@ -566,71 +625,73 @@ def _rename(row, names):
         if row.get(ours) not in (None, '', row[theirs]):
             raise ValueError(f'columns names {theirs!r} as {ours!r}, which the file has '
                              'too. Rename or remove one of the two')
-    names = dict(names, model_a='generator_1', model_b='generator_2')   # of arenas
     kept = {k: v for k, v in row.items() if k not in names}
     return kept | {names[k]: v for k, v in row.items() if k in names}
 
-
-def _one_prompt(row):
-    "Take the dialogue of a row whose last turn is its instruction; ValueError if it is not."
-    turns = row.get('messages')
-    if not turns or not isinstance(turns, list) or row.get('instruction') is None: return row
-    last = as_turn(turns[-1])
-    if last['role'] != 'user': return row
-    asked = full_instruction(row), prompt_text(dict(messages=list(map(as_turn, turns))))
-    if last['content'].split() == asked[0].split() or asked[0] == asked[1]:
-        return {k: v for k, v in row.items() if k != 'instruction'} | dict(input='')
-    raise ValueError('`messages` end with another turn than the `instruction`. Remove one of them')
-
-
-def _compare_labels(row, notes):
-    "Count a label that contradicts the preference beside it."
-    for name in ('winner', 'overall_preference', 'preference_strength'):
-        if name not in row: continue
-        with suppress(ValueError, TypeError):
-            other = _coded_label(row, [name])['preference']
-            if (other - 1.5)*(_plain_label(row['preference']) - 1.5) < 0:
-                notes[f'labels in `{name}` contradict `preference`'] += 1
-
-
-def _as_record(row, kinds, names, notes):
-    "Make a row a record of one of `kinds`; `notes` counts what its reader has mended."
-    coded = {names[k] for k in row if k in names}
-    row = _rename(row, names)
-    reader = find_reader(row, kinds)
-    for name in ('chosen', 'rejected'):
-        if 'preference' in kinds and {'chosen', 'rejected'} <= row.keys() and row[name] is None:
-            raise ValueError(f'the field {name!r} is empty')
+# %% ../../../nbs/core/data/formats.ipynb #5d719ed2
+def _read_format(row, reader, kinds):
+    "Read a row, whose format may have a reader, as our fields."
+    if 'preference' in kinds and {'chosen', 'rejected'} <= row.keys():
+        for name in ('chosen', 'rejected'):
+            if row[name] is None: raise ValueError(f'the field {name!r} is empty')
     for name in (*_TEXTS, *(reader.columns if reader else ())):
         if name in row: row[name] = _messages_in(row[name], name)
-    if reader:
-        coded.add(reader.label)
-        rest = {k: v for k, v in row.items() if k not in reader.columns}
-        try: fields = reader.read(rest, *(row[c] for c in reader.columns))
-        except (TypeError, KeyError, AttributeError) as e:
-            raise ValueError(f'no row of {reader.text} ({type(e).__name__}: {e})') from e
-        notes.update(fields.pop('notes', ()))
-        if {'messages', 'instruction'} & fields.keys():
-            asked = str(rest.pop('instruction', '') or '').split()
-            if asked and ' '.join(asked) not in ' '.join(prompt_text(fields).split()):
-                notes['prompts have `instruction`, which the model is not shown'] += 1
-        row = rest | fields
-    row = _one_prompt(with_prompt_parts(row))
-    if 'preference' in row: _compare_labels(row, notes)
+    if not reader: return row
+    try: fields = reader.read(row, *[row[c] for c in reader.columns])
+    except (TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f'no row of {reader.text} ({type(e).__name__}: {e})') from e
+    rest = {k: v for k, v in row.items() if k not in (*reader.columns, *reader.more)}
+    if {'messages', 'instruction'} & fields.keys():
+        other = str(rest.pop('instruction', '') or '').split()
+        if ' '.join(other) not in ' '.join(prompt_text(fields).split()):
+            raise ValueError(f'there is an `instruction` beside the prompt, {" ".join(other)!r:.60}, '
+                             'which the model is not shown. Call it `system`, or remove it')
+    return rest | fields
+
+# %% ../../../nbs/core/data/formats.ipynb #d9f6dbda
+_TRUTH = dict.fromkeys('true 1 1.0 yes good positive pos chosen'.split(), True)
+_TRUTH |= dict.fromkeys('false 0 0.0 no bad negative neg rejected'.split(), False)
+
+
+def _read_ended(row):
+    "Make true or false whether a row's answers ended; ValueError if it is neither."
+    row = dict(row)
+    for name in ENDED:
+        value = row.pop(name, None)
+        if value in (None, ''): continue   # not known
+        several = name == 'ended' and isinstance(value, list)
+        values = value if several else [value]
+        ended = [_TRUTH.get(str(v).lower()) for v in values]
+        if None in ended: raise ValueError(f'the field {name!r} is {value!r:.60}, not true or false')
+        row[name] = ended if several else ended[0]
+    return row
+
+# %% ../../../nbs/core/data/formats.ipynb #096901fc
+def _name_models(row):
+    "Give the names of an arena's models the columns of ours."
+    ours = dict(model_a='generator_1', model_b='generator_2')
+    return {ours.get(name, name): value for name, value in row.items()}
+
+
+_STEPS = (   # columns of any format, and what is done if a row has one of them
+    (('model_a', 'model_b'), _name_models), (PROMPT_PARTS, _with_prompt_parts),
+    (('messages',), _one_prompt), (ENDED, _read_ended))
+
+
+def _as_record(row, kinds, coded):
+    "Make a row a record of one of `kinds`; its label may stand in a column of `coded`."
+    reader = find_reader(row, kinds)
+    row = _read_format(row, reader, kinds)
+    for columns, step in _STEPS:
+        if any(name in row for name in columns): row = step(row)
     if 'preference' in kinds and 'preference' not in row:
-        columns = [c for c in CODES if c in row and (c in coded or 'winner' in c or 'tie' in c)]
-        if columns and 'output_1' in row: row |= _coded_label(row, columns)
+        if reader: coded = {*coded, reader.label}
+        columns = [name for name in CODES if name in row and name in coded]
+        if columns and 'output_1' in row: row |= read_coded_label(row, columns)
         elif 'candidates' not in kinds: row = _best_pair(row)
     label = row.get('label')
     if isinstance(label, str): row['label'] = _TRUTH.get(label.lower(), label)   # KTO's
     return row
-
-
-def _are_ranks(scores):
-    "Tell whether scores are the numbers from 1 to n, in any order."
-    if not isinstance(scores, list) or len(scores) < 2: return False
-    numbers = [finite_number(s) or 0 for s in scores]
-    return sorted(numbers) == list(range(1, len(scores) + 1))
 
 
 def as_records(
@@ -641,17 +702,19 @@ def as_records(
 ) -> list[dict]:
     "Read rows by the readers of their formats; ValueError names file, row and field."
     names = parse_columns(columns)
+    coded = {*_TELLING, *names.values()}
     records = []
-    notes = Counter()
+    labels = []
     for i, row in enumerate(rows):
-        with naming(f'{where}, row {i}'): records.append(_as_record(row, kinds, names, notes))
-        read_ended(records[-1], f'{where}, row {i}')
-    scores = [row.get(next((k for k in names if names[k] == 'scores'), 'scores')) for row in rows]
-    if scores and all(_are_ranks(values) for values in scores):
-        notice(f'{where}: the scores of each row are 1 to n. Are they ranks? The highest is best')
-    for what, n in notes.items(): notice(f'{where}: {n} {what}')
-    labels = [r.get('preference') for r in records]
-    if 'preference' in kinds and records: check_code(labels, records[0], where)
+        with naming(f'{where}, row {i}'):
+            named = _rename(row, names) if names else dict(row)
+            record = _as_record(named, kinds, coded)
+        records.append(record)
+        votes = record.get('votes')
+        if 'preference' in record: labels.append(record['preference'])
+        elif isinstance(votes, dict): labels += votes.values()
+    if 'preference' in kinds and records:
+        with naming(where): _check_code(labels, {*rows[0], *records[0]})
     for r in records:
         if 'preference' in r: r['preference'] = _plain_label(r['preference'])
     return records

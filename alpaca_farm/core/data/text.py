@@ -154,9 +154,11 @@ def _word_behind(text, tokenizer) -> list[int] | None:
 
 def _anchors(before, tokenizer):
     "List the texts behind which a word has the tokens that it has behind `before`."
-    words = {text: _word_behind(text, tokenizer) for text in (before, *_WITHIN)}
-    there = next(filter(None, words.values()), [])
-    return [text for text in ('', *_WITHIN[:3]) if words[text] == there] + ['']
+    words = {}
+    for text in (before, *_WITHIN): words[text] = _word_behind(text, tokenizer)
+    wanted = next(filter(None, words.values()), [])
+    alike = [text for text in ('', *_WITHIN[:3]) if words[text] == wanted]
+    return [*alike, '']
 
 # %% ../../../nbs/core/data/text.ipynb #ad67ecca
 _MARK = 'Zq7Zq'  # stands for a text, to see what a template puts around it
@@ -181,7 +183,7 @@ def _read(tokens, tokenizer, before, opened):
         shown = f' {shown}'
     return re.sub(r'\A\s*\n', '', shown.rstrip())
 
-
+# %% ../../../nbs/core/data/text.ipynb #7657c891
 class _Frame(NamedTuple):
     "How the words of an answer stand behind its prompt."
     begin: list[int]    # the tokens between them, up to a special one
@@ -204,7 +206,7 @@ def _around_answer(tokenizer, prompt) -> tuple[str, str]:
     lead = until.removeprefix(prompt) if until.startswith(prompt) else ''
     return lead, behind if found else ''
 
-
+# %% ../../../nbs/core/data/text.ipynb #8d40843e
 @lru_cache
 def _frame_of(tokenizer, template, chat_template) -> _Frame:
     "Find how answers stand behind the prompts of a format, or of the tokenizer's chat template."
@@ -223,10 +225,10 @@ def _frame_of(tokenizer, template, chat_template) -> _Frame:
         if text in lead: cut = max(cut, lead.rfind(text) + len(text))
     head = lead[:cut]
     tail = lead[cut:]
-    there = _anchors(prompt, tokenizer)
+    behind_prompt = _anchors(prompt, tokenizer)
     anchors = _anchors(prompt + head, tokenizer)
-    begin = _ids_behind(there, [head], tokenizer)[0]
-    before = _ids(there[0], tokenizer)
+    begin = _ids_behind(behind_prompt, [head], tokenizer)[0]
+    before = _ids(behind_prompt[0], tokenizer)
     words = _ids_behind(anchors, [tail + _MARK], tokenizer)[0]
     shown = _read(begin + words, tokenizer, before, opened).partition(_MARK)[0]
     return _Frame(begin, tail, gap, end, rest, anchors, before, opened, '</think>' in lead, shown)
@@ -236,7 +238,7 @@ def _frame(tokenizer, template) -> _Frame:
     "Find how answers stand behind prompts, once for each chat template."
     return _frame_of(tokenizer, template, str(tokenizer.chat_template))
 
-
+# %% ../../../nbs/core/data/text.ipynb #1fab85b1
 def end_token(tokenizer, template: str = 'auto') -> int:
     "Return the token that ends an answer; ValueError if the tokenizer has none."
     end = _frame(tokenizer, template).end
@@ -248,10 +250,13 @@ def end_token(tokenizer, template: str = 'auto') -> int:
 
 def end_tokens(model, tokenizer=None) -> list[int]:
     "List the tokens that end a sampled answer: the model's, and the tokenizer's EOS and turn end."
-    ends = getattr(getattr(model, 'generation_config', None), 'eos_token_id', None)
+    config = getattr(model, 'generation_config', None)
+    ends = getattr(config, 'eos_token_id', None)
     ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
-    if tokenizer is not None: ends += [tokenizer.eos_token_id, end_token(tokenizer)]
-    return sorted({int(e) for e in ends if e is not None})
+    if tokenizer is not None:
+        ends += [tokenizer.eos_token_id, end_token(tokenizer)]
+    known = {int(token) for token in ends if token is not None}
+    return sorted(known)
 
 # %% ../../../nbs/core/data/text.ipynb #d3b1a64f
 def start_tokens(tokenizer) -> list[int]:
