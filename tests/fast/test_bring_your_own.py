@@ -47,6 +47,7 @@ def mine(base, tmp_path, monkeypatch):
     sys.modules.pop('scripted_judge', None)
 
 
+@pytest.mark.slow
 def test_from_files_to_a_board(base, mine, tmp_path, capsys):
     # the preferences as an arena has them
     pairs = load_records(mine['preferences'], columns='output_1=a,output_2=b', kind='preference')

@@ -72,6 +72,7 @@ each_notebook = pytest.mark.parametrize('path', SETTABLE, ids=lambda p: p.stem)
 each_module = pytest.mark.parametrize('path', MODULES, ids=name_of)
 
 
+@pytest.mark.slow
 @each_notebook
 def test_a_notebook_is_known_as_its_module(path):
     "Executed from top to bottom, a notebook has the identity of the module that it exports."
@@ -159,6 +160,7 @@ TENSORLESS = ['judging.measures', 'core.stats', 'core.run.settings', 'core.run.r
               'core.data.records', 'worlds.embedded.crowd', 'annotators', 'eval', 'boards.text']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('already, unwanted, names', [
     ('torch transformers', HEAVY, [name_of(p) for p in MODULES]),
     ('', 'torch transformers', TENSORLESS)], ids=['all', 'without tensors'])

@@ -68,6 +68,7 @@ def project(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_a_loss_and_an_advantage_train_and_have_their_values(project):
     "By the tests that every one of the table passes, which train the tiny model."
     said = run(project, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/fast/test_dpo.py',
@@ -75,6 +76,7 @@ def test_a_loss_and_an_advantage_train_and_have_their_values(project):
     assert int(re.search(r'(\d+) passed', said)[1]) >= 10, said
 
 
+@pytest.mark.slow
 def test_a_method_has_the_form_of_one_and_trains(project, base, tmp_path):
     said = run(project, '-m', 'pytest', '-q', '-p', 'no:cacheprovider',
                'tests/fast/test_contracts.py', '-k', 'my_method or one_thing')
@@ -98,6 +100,7 @@ for cls, setting in ((dpo.DPOConfig, '--loss_type'), (ppo.PPOConfig, '--advantag
 """
 
 
+@pytest.mark.slow
 def test_they_are_listed_where_a_name_is_chosen(project):
     "By `--help`, and by the refusal of another name."
     said = ' '.join(run(project, '-c', LISTED).split())
@@ -121,6 +124,7 @@ except ValueError as e: print(e)
 """
 
 
+@pytest.mark.slow
 def test_a_format_and_a_judge_are_read_by_name(project, tmp_path):
     rows = [dict(title=f'Question {i}', best=best, worst='three') for i, best in
             enumerate(['four', 'a longer one', 'at'])]

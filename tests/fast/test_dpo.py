@@ -101,6 +101,7 @@ def moved(base, tmp_path_factory):
     return policy
 
 
+@pytest.mark.slow
 @each_loss
 def test_a_step_is_the_loss_of_whole_answers(base, preferences, moved, tmp_path, name):
     "Every loss from log-probs of answers one by one, soft labels and the tie included."
@@ -182,6 +183,7 @@ def test_first_step(base, preferences, tmp_path, name, batch_size, micro):
     if name == 'kto': assert 0 <= first['baseline'] < 1e-5
 
 
+@pytest.mark.slow
 @each_loss
 def test_learns_its_labels(base, preferences, tmp_path, name):
     "On pairs learned by heart the preferred answers rise above the others, measured afresh."
@@ -202,6 +204,7 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     assert log[-1]['loss'] < log[0]['loss'] and log[-1]['margin'] > log[0]['margin']
 
 
+@pytest.mark.slow
 def test_kto_of_answers_judged_alone(base, tmp_path):
     "Which only KTO takes, and with a label each."
     records = read_json(base/'annotators'/'preferences.json')[:24]

@@ -162,6 +162,7 @@ def endpoint():
 DIFFERENT = sum(a != 'o'*(2*i) for i in range(12) for a in ('x'*(i + 1), 'y'*3))
 
 
+@pytest.mark.slow
 def test_a_paid_judge_sees_both_orders_and_is_asked_once(tmp_path, endpoint):
     "Within a budget, after which the run goes on; greedy, it is asked once if not read either."
     (tmp_path/'prices.yaml').write_text('judge: [100, 100]')

@@ -22,6 +22,7 @@ def theirs(model, prompt, steps):
     return answer[:answer.index(2) + 1] if 2 in answer else answer
 
 
+@pytest.mark.slow
 def test_lora_and_checkpointing_change_nothing():
     from peft import LoraConfig, get_peft_model
     prompts, plain = ragged(20), tokens(generate(policy('llama'), ragged(20), 1, 12, 0))

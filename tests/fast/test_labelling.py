@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import tiny
+import pytest
+
 from alpaca_farm import labelling
 from alpaca_farm import world
 from alpaca_farm.core.data.preferences import PAIR_FIELDS
@@ -131,6 +133,7 @@ while page.pair: simulate_person(page, longer, 1); print(len(page.queue), flush=
 '''
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_nothing_is_lost(tmp_path):
     "Three times kill -9 while a person labels: all that was shown as done is there, once."
     pairs, store, left = drawn(400), tmp_path/'a.sqlite', 400

@@ -118,6 +118,7 @@ def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
     assert counted(batch, .1)[2] == (kind in ('shared', 'grpo'))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_a_policy_that_is_its_reference_has_no_kl(base, tmp_path, monkeypatch, dtype):
     "Whatever the precision: the KL is 0; with one reward at the end, returns are constant."
@@ -186,6 +187,7 @@ def test_whitening_leaves_groups_of_equal_rewards_at_zero(base, models, kind):
     assert abs(masked_var(others, done['response'][n:]) - 1) < 1e-3
 
 
+@pytest.mark.slow
 @each_group
 @pytest.mark.parametrize('flat, kl_coef', [(2, 0.), (1, .2)])   # at first all KL is rounding
 def test_a_step_without_spread_changes_nothing(base, tmp_path, kind, flat, kl_coef, monkeypatch):

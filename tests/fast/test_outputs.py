@@ -142,6 +142,7 @@ def shown(path):
     return [''.join(o['text']) for c in read_json(path)['cells'] for o in c.get('outputs', [])]
 
 
+@pytest.mark.slow
 def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     "A notebook shows the run that the farm has made, with its settings; its source stays."
     path, record = project/'nbs'/'one.ipynb', project/'nbs'/'outputs.json'
@@ -160,6 +161,7 @@ def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     assert ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
 
 
+@pytest.mark.slow
 def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
     before = (project/'nbs'/'two.ipynb').read_text()
     with pytest.raises(RuntimeError, match='two: ZeroDivisionError'): save_outputs(OutputsConfig())

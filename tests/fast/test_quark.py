@@ -134,6 +134,7 @@ def test_untouched_vocabulary(models):
     assert _add_reward_tokens(models.policy, QuarkConfig()) == ([], len(was))
 
 
+@pytest.mark.slow
 def test_run_with_tokens(base, tmp_path):
     out = tmp_path/'quark'
     log, _ = train(base, out, best_quantile_only=False, clear_pool=False,

@@ -240,6 +240,7 @@ for name in sys.argv[1:]:
 print(json.dumps(found))"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('version', TRL)
 def test_the_record_of_trls_settings_is_right(version):
     "Beside the TRL that `make bench` has installed."

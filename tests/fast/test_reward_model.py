@@ -194,6 +194,7 @@ def test_a_classifier_of_two_classes_is_no_reward_model(base, tmp_path):
     assert load_scalar(folder, config(base, tmp_path), 'zero').score.weight.shape == (1, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('says', [False, True])
 def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
     "In the files, whatever the configuration says; the policy has the head that it has there."

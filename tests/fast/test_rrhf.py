@@ -195,6 +195,7 @@ def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, tmp_path)
 def brevity(records): return [-float(len(r['output'].split())) for r in records]
 
 
+@pytest.mark.slow
 def test_ranks_are_learned(base, tmp_path):
     "By heart: pairs come into order. Imitation holds the likelihood of the best."
     rows, file = read_json(base/'world'/'sft.json'), tmp_path/'pairs.json'

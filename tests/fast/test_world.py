@@ -70,6 +70,7 @@ def test_a_common_mistake_is_the_answer_to_another_question_of_its_kind():
         assert wrong not in right[thing] and any(wrong in other for other in right.values())
 
 
+@pytest.mark.slow
 def test_the_share_of_contested_facts_is_a_setting_and_misleads_all_but_experts():
     shares, every = (0., .3, .6, 1.), EVERY[::6]
     count = [sum(contested(s, share) for s in FACTS.values()) for share in shares]
@@ -159,6 +160,7 @@ def said(draw):
     return spec, draw(st.lists(st.sampled_from(known) | stray, min_size=1, max_size=10))
 
 
+@pytest.mark.slow
 @given(said(), st.data())
 def test_no_text_beats_an_expert_s_and_nothing_counts_twice(drawn, data):
     spec, pieces = drawn
