@@ -1,7 +1,4 @@
 "Binary feedback: labels that are read, and whether the policy follows the token."
-import math
-from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +6,10 @@ import torch
 from transformers import AutoTokenizer
 
 import tiny
-from alpaca_farm import binary_feedback, world
-from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, GOOD, label_accuracy,
-    _rate_outputs)
+from alpaca_farm import binary_feedback
+from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, GOOD)
 from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.core.model.control import prepend_tokens
 from alpaca_farm.core.model.models import load_policy
@@ -26,25 +21,6 @@ torch.set_num_threads(1)
 
 def given(base, **more):
     return BinaryFeedbackConfig(**tiny.settings('binary_feedback', base, **more))
-
-
-def load(base, tmp_path, labels):
-    "What is loaded of one answer with each label, the last four held out."
-    records = [dict(instruction=f'q{i}', output='a', label=l) for i, l in enumerate(labels)]
-    file = tiny.write(tmp_path/'thumbs.json', records)
-    return binary_feedback._load_feedback(given(base, preferences=file, held_out=4))
-
-
-@pytest.mark.parametrize('label, row', [('fair', 7), (None, 10), (1.5, 7), (math.nan, 10)])
-def test_a_bad_label_is_named_by_file_and_row(base, tmp_path, label, row):
-    "The row of the file, be it learned from or held out."
-    labels = [True, False] * 6
-    assert load(base, tmp_path, labels)[2] == 8
-    labels[row] = label
-    with pytest.raises(ValueError, match=f"thumbs.json, row {row}: .*'label'"):
-        load(base, tmp_path, labels)
-    for useless in ([0]*8 + [1, 0]*2, [.5]*12, [1, 0]*4 + [.5]*4):   # nothing good, or ties alone
-        with pytest.raises(ValueError, match='held_out = 4'): load(base, tmp_path, useless)
 
 
 def test_feedme_without_a_step_is_the_policy_itself(base, tmp_path):
@@ -113,34 +89,6 @@ def test_the_reference_does_not_read_the_token(base, conditioned):
     assert max(map(max, prompts)) >= vocabulary
 
 
-def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, monkeypatch):
-    "Prompts that are too long only with their tokens are left out everywhere."
-    policy = load_policy(conditioned.out, conditioned)
-    reference = load_policy(conditioned.policy, conditioned)
-    plain = reference.tokenizer
-    records, times = load_records(conditioned.data, 'val'), conditioned.token_times
-    pairs, left = [], {}
-    lengths = [len(p) for p in encode_prompts(records, plain)]
-    cfg = given(base, val_instances=0, max_prompt=int(np.quantile(lengths, .8)) + times)
-    kept = [prompt_key(r) for r, n in zip(records, lengths) if n + times <= cfg.max_prompt]
-    assert 0 < len(kept) < sum(n <= cfg.max_prompt for n in lengths)
-    monkeypatch.setattr(binary_feedback, 'verdicts_over',
-                        lambda a, b, _: pairs.extend(zip(a, b)) or [1.5] * len(a))
-    run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
-    prompted = {GOOD: policy, BAD: policy}
-    without = replace(policy, tokenizer=plain)
-    binary_feedback._compare_on_val(prompted, without, reference, world.pool, run)
-    assert len(pairs) == 2 * len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
-    alone = sample_answers(reference, records, answering(cfg), seed=cfg.seed + 1)
-    alone = {prompt_key(r): r['output'][0] for r in alone}
-    said = {prompt_key(r): r['output'][3] for r in left['said.json']}
-    assert said == {k: alone[k] for k in kept}
-
-
 def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):
     with pytest.raises(ValueError, match='control token'):
         binary_feedback.train(given(base, policy=conditioned.out, out=str(tmp_path/'twice')))
-
-
-def test_label_accuracy_of_nothing_to_compare():
-    assert math.isnan(label_accuracy(np.array([1., 2.]), np.array([1., 0.]), ['p', 'q']))

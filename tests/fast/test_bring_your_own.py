@@ -110,28 +110,6 @@ def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path
         with pytest.raises(ValueError, match='budget = 5.0'): planned(models=['gpt-4=nobody/knows'])
 
 
-BROKEN = dict(instruction='a', a='b', b='c', preference=7)
-
-
-@pytest.mark.parametrize('setting, value, message', [
-    ('preferences', [BROKEN], "row 0: the field 'preference'"),
-    ('preferences', [dict(instruction='a', a='b', preference=1)], "columns names 'b'"),
-    ('prompts', [dict(question='word '*400, context='')], 'longer than max_prompt'),
-    ('prompts', [dict(question='One?', context='')], 'cannot be divided in three'),
-    ('demonstrations', [dict(instruction='a')], "'output' is missing"),
-    ('recipe', dict(dop=dict(beta=1)), 'dop is not a setting'),
-    ('judge', 'broken_judge:judge', 'no licence'), ('model', 'reward_model', 'a reward model'),
-    ('model', '.', 'there is no model'), ('methods', ['dop'], 'dop')])
-def test_what_is_bad_is_refused_before_any_work(base, mine, tmp_path, setting, value, message):
-    (tmp_path/'broken_judge.py').write_text('def judge(pairs): raise OSError("no licence")\n')
-    (tmp_path/'bad.json').write_text(json.dumps(value))
-    if setting == 'model': value = str(base/value)
-    elif setting not in ('judge', 'methods'): value = str(tmp_path/'bad.json')
-    with pytest.raises((ValueError, OSError, TypeError), match=message):
-        bring_your_own.run(BringYourOwnConfig(**mine | {setting: value}))
-    assert not (tmp_path/'own').exists()
-
-
 def test_runs_choose_for_their_size_and_the_users_file_counts_before(base, mine):
     cfg = BringYourOwnConfig(**mine | dict(methods=['dpo', 'rloo']))
     sizes = own_sizes(cfg)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from alpaca_farm import dpo, sft
+from alpaca_farm import dpo
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
@@ -167,22 +167,6 @@ def test_mismatched_answers_are_cut_to_length(base, tmp_path):
     assert batch['ids'].shape[-1] == longest == data.mismatched_batch(1)['ids'].shape[-1]
 
 
-@pytest.mark.parametrize('batch_size, micro', [(7, 0), (8, 3)])
-@each_loss
-def test_first_step(base, preferences, tmp_path, name, batch_size, micro):
-    "Whatever is padded with whatever: before the first update policy and reference are one."
-    cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=batch_size,
-                 micro_batch_size=micro, max_instances=8, **SETTINGS[name])
-    dpo.train(cfg)
-    first = read_log(cfg.out)[0]
-    if name == 'simpo': assert abs(first['loss'] - math.log(2)) > 1e-3  # it knows no reference
-    else:
-        wanted = .5 if name == 'kto' else twin_of(cfg)(0.)
-        assert first['loss'] == pytest.approx(wanted, rel=1e-5)
-    assert abs(first['chosen']) < 1e-5 and abs(first['rejected']) < 1e-5
-    if name == 'kto': assert 0 <= first['baseline'] < 1e-5
-
-
 @pytest.mark.slow
 @each_loss
 def test_learns_its_labels(base, preferences, tmp_path, name):
@@ -210,8 +194,7 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     records = read_json(base/'annotators'/'preferences.json')[:24]
     rows = [dict(instruction=r['instruction'], input=r['input'], output=r[f'output_{k}'],
                  label=r['preference'] == k) for r in records for k in (1, 2)]
-    path = tmp_path/'labels.json'
-    given = dict(preferences=tiny.write(path, rows), loss_type='kto')
+    given = dict(preferences=tiny.write(tmp_path/'labels.json', rows), loss_type='kto')
     cfg = config(base, tmp_path/'dpo', batch_size=8, epochs=6, beta=.5, **given)
     dpo.train(cfg)
     tokenizer = load_policy(cfg.policy, cfg).tokenizer
@@ -220,12 +203,6 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     assert data.good.flatten().tolist() == [float(r['label']) for r in rows]
     assert log[0]['loss'] == pytest.approx(.5, abs=1e-6) and read_summary(cfg.out)['labels'] == 48
     assert sum(r['chosen'] - r['rejected'] for r in log[-6:]) / 6 > .2
-    with pytest.raises(ValueError, match='output_1'):
-        dpo.train(config(base, tmp_path/'a', preferences=str(path)))
-    for wrong in ('maybe', None, 2, float('nan')):
-        tiny.write(path, rows[:5] + [dict(rows[5], label=wrong)])
-        with pytest.raises(ValueError, match="row 5: .*'label'"):
-            dpo.train(config(base, tmp_path/'b', **given))
 
 
 def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
@@ -245,8 +222,6 @@ def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
     assert read_summary(run.folder)['val_accuracy'] == pytest.approx(accuracy)
     kept = {p.name for p in run.folder.glob('model-*')}
     assert kept == {f'model-{k}' for k in (n - 1, n)}
-    with pytest.raises(ValueError, match='held_out = 1000'):
-        first_batch(config(base, tmp_path/'b', held_out=1000, eval_every=3))
 
 
 def test_a_fifth_is_held_out_as_of_a_reward_model_and_measured_before_and_after(base, tmp_path):
@@ -278,16 +253,3 @@ def test_a_fifth_is_held_out_as_of_a_reward_model_and_measured_before_and_after(
     cfg = config(base, tmp_path/'d', held_out=-1,
                  preferences=tiny.write(tmp_path/'one.json', one))
     assert first_batch(cfg)[1].held_out == []
-
-
-def test_sft_logs_the_loss_on_val(base, tmp_path):
-    given = tiny.settings('sft', base, eval_split='')
-    plain = sft.train(sft.SFTConfig(**given, out=str(tmp_path/'plain')))
-    run = sft.train(sft.SFTConfig(**given, out=str(tmp_path/'a'), eval_every=2))
-    log, figures = read_log(run.folder), read_summary(run.folder)
-    n = len(log)
-    assert [r['step'] for r in log if 'val_loss' in r] == sorted({*range(2, n + 1, 2), n})
-    assert log[-1]['val_loss'] == pytest.approx(figures['nll'], rel=1e-5)
-    assert figures['nll'] < figures['nll_before']
-    assert [r['loss'] for r in log] == [r['loss'] for r in read_log(plain.folder)]
-    with pytest.raises(ValueError, match='val_split'): sft.SFTConfig(eval_every=2, val_split='')

@@ -11,10 +11,8 @@ from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.judged import complete_preferences, judge_all
 from alpaca_farm.core.data import preferences
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.boards.agreement import prefer_longer as longest
-from asking import key
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
@@ -48,33 +46,6 @@ def answers(text, n=12, **more):
 
 REFERENCES = answers(lambda i: ['x'*(i + 1), 'y'*3])
 MINE = answers(lambda i: 'o'*(2*i))
-
-
-@pytest.mark.skipif(not (DATA/'alpaca_farm_examples').exists(), reason='no public outputs')
-def test_no_row_is_lost_on_alpaca_farms_files():
-    "252 instructions, most with an input, which is not merged into the instruction on one side."
-    sft, base = (json.loads((DATA/'alpaca_farm_examples'/f'outputs_{n}.json').read_text())
-                 for n in ('sft', 'baseline'))
-    pairs = preferences.pair_up(sft, base)
-    assert len(pairs) == len(sft) == 252 and sum(p['input'] != '' for p in pairs) == 208
-
-
-@pytest.mark.parametrize('judge', [longest, first, Pool()])
-def test_preferences_equal_the_loop(judge):
-    want = []
-    for r, mine in zip(REFERENCES, MINE):
-        def prefers(f, a, b): return f([dict(r, output_1=a, output_2=b)])[0]
-        want.append(np.mean([(prefers(f, a, mine['output']) + 3 - prefers(f, mine['output'], a))/2
-                             for a in r['output'] for f in getattr(judge, 'annotators', [judge])]))
-    assert complete_preferences(MINE[::-1], REFERENCES, judge) == pytest.approx(want)
-
-
-def test_identical_answers_are_not_asked_about():
-    judged = []
-    def judge(pairs): judged.extend(pairs); return [2.]*len(pairs)
-    refs, outputs = answers(lambda i: 'yes'), answers(lambda i: 'yes' if i % 2 else 'no')
-    assert preferences.preferences_over(outputs, refs, judge).tolist() == [1.5]*12
-    assert len(judged) == 12 and all(p['output_1'] != p['output_2'] for p in judged)
 
 
 def test_no_verdict_is_no_tie_and_no_loss(capsys):
@@ -112,19 +83,6 @@ def run(folder, **settings):
     cfg = ev.EvalConfig(**(defaults | settings))
     ev.run(cfg)
     return cfg
-
-
-@pytest.mark.parametrize('given, message', [
-    (dict(outputs=['no/such.json']), 'no/such.json'), (dict(outputs=[]), 'outputs'),
-    (dict(outputs=['twice.json']), 'rows 0 and 12'), (dict(reference='no/such'), 'no/such'),
-    (dict(max_instances=-1), 'max_instances'),
-    (dict(weights=['gpt4']), 'weights'), (dict(annotators=['nobody:judge']), 'nobody'),
-    (dict(annotators=['alpaca_eval_gtp4']), 'Did you mean alpaca_eval_gpt4'),
-    (dict(annotators=[f'{__name__}:longest', f'x.{__name__}:longest_low']), 'longest_low')])
-def test_faults_are_refused_before_anybody_is_asked(tmp_path, monkeypatch, given, message):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises((ValueError, OSError), match=message): run(tmp_path, **given)
-    assert not (tmp_path/'out'/'leaderboard.csv').exists()
 
 
 @pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='the recorded verdicts are not here')

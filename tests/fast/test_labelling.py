@@ -15,7 +15,7 @@ from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.labelling import (LabellingConfig, LabellingPage, LabellingQueue,
-    person_labels, _person_sees_swapped, _person_summary)
+    person_labels, _person_sees_swapped)
 
 SECRETS = dict(generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.],
                preference=2., annotator='SECRET-c')
@@ -110,21 +110,6 @@ def test_a_clock_that_goes_back_turns_no_label(tmp_path, monkeypatch):
         assert queue.undo_label() and queue.remaining()[0] == shown and len(queue) == left
 
 
-def test_twice_in_the_other_order(tmp_path):
-    "Who follows the text agrees with themselves, who the place never; no seed forgets a label."
-    pairs = drawn(40)
-    for name, annotator, share in (('steady', longer, 1.), ('left', lambda ps: [1.]*len(ps), 0.)):
-        page = page_of(pairs, tmp_path/'a.sqlite', name, repeat=1.)
-        simulate_person(page, annotator, 55)
-        page = page_of(pairs[::-1], tmp_path/'a.sqlite', name, repeat=1., seed=5)
-        assert len(page.queue) == 25
-        simulate_person(page, annotator, 99)
-        rows = labels(page, pairs, name)
-        assert len(rows) == 40 and {r['shown_first'] for r in rows} == {1, 2}
-        assert _person_summary(rows)['self_agreement'].value == share
-        if name == 'steady': assert verdicts(rows) == longer(rows)
-
-
 WORKER = '''
 import sys; sys.path[:0] = {tests!r}
 from test_labelling import drawn, page_of, longer, simulate_person
@@ -193,19 +178,3 @@ def test_two_people_one_store_one_run(tmp_path):
     assert len(load_records(one.out, 'preferences', 'preference')) == 5
     assert labelling.labelling_widget(cfg) is None
     assert type(labelling.labelling_widget(one)).__name__ == 'VBox'
-
-
-def test_pairs_of_equal_answers_are_counted(tmp_path, capsys):
-    pairs = drawn(5)
-    pairs[1] |= dict(output_2=pairs[1]['output_1'])
-    labelling.run(settings(tmp_path, pairs))
-    assert [read_summary(tmp_path/'run')[k] for k in ('pairs', 'equal', 'labels')] == [5, 1, 0]
-    assert '0 labels by 0 people on 5 pairs, of which 1 have equal' in capsys.readouterr().out
-
-
-def test_candidates_make_pairs(tmp_path):
-    rows = [dict(instruction=f'Say {i}.', input='', output=['a', 'b', 'a']) for i in range(5)]
-    cfg = settings(tmp_path, rows, person='Ann', max_instances=3)
-    labelling.labelling_widget(cfg)
-    labelling.run(cfg)
-    assert read_summary(cfg.out)['pairs'] == 3

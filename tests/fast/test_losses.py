@@ -1,7 +1,6 @@
 """Losses against loops in float64, and what they must be at the first real updates."""
 import copy
 import dataclasses
-import math
 from statistics import mean, stdev
 
 import numpy as np
@@ -21,17 +20,8 @@ from alpaca_farm.core.online import OnlineConfig, rollout_scores, sample_rollout
 from alpaca_farm.core.training import Trainer
 from alpaca_farm.overoptimization import standard_marks, standard_reward
 from alpaca_farm.worlds.folder import World
-from alpaca_farm.ppo import ppo_policy_loss
 
 torch.set_num_threads(1)
-
-
-def test_ppo_policy_gradient_stops_where_clipped():
-    new = torch.tensor([[.5, -.5, .5, -.5]], dtype=torch.float64, requires_grad=True)
-    adv = torch.tensor([[1., -1., -1., 1.]], dtype=torch.float64)  # the first two are too far
-    ppo_policy_loss(new, torch.zeros(1, 4, dtype=torch.float64), adv, .2).sum().backward()
-    wanted = torch.tensor([[0., 0., math.exp(.5), -math.exp(-.5)]], dtype=torch.float64)
-    torch.testing.assert_close(new.grad, wanted, rtol=1e-12, atol=1e-12)
 
 
 def config(base, kind, **more):
@@ -140,25 +130,6 @@ def test_a_policy_that_is_its_reference_has_no_kl(base, tmp_path, monkeypatch, d
     torch.testing.assert_close(white, wanted, rtol=0, atol=1e-5)
 
 
-def test_a_shared_trunk_is_read_once(models):
-    "One pass for log-probs and values, with the same loss as two."
-    cfg = ppo.PPOConfig(device='cpu', shared_value=True)
-    answers = [a[:5] for a in models.answers[:4]]
-    head = torch.nn.Linear(models.policy.config.hidden_size, 1, bias=False)
-    value = dataclasses.replace(models.policy, score=head, lent=True)
-    batch = rollout_batch(models.prompts[:4], answers, models.tokenizer.pad_token_id)
-    names = 'old_logp', 'advantages', 'old_values', 'returns'
-    batch |= {k: torch.zeros(batch['ids'].shape) for k in names}
-    passes = []
-    hook = models.policy.model.base_model.register_forward_hook(lambda *_: passes.append(1))
-    once = ppo.ppo_loss(models.policy, value, batch, cfg)['loss']
-    cfg.shared_value = False
-    twice = ppo.ppo_loss(models.policy, value, batch, cfg)['loss']
-    hook.remove()
-    assert len(passes) == 1 + 2
-    torch.testing.assert_close(once, twice, rtol=0, atol=0)
-
-
 @each_group
 def test_a_group_of_equal_rewards_has_no_advantage(kind):
     "Exactly none, whatever its size and its reward; nor has one whose rewards differ by rounding."
@@ -240,18 +211,6 @@ def test_advantages_without_a_value_model(base, models, kind, average):
         weight = 1/len(answer) if average == 'answer' else 1
         assert done['weight'][i][on[i]].tolist() == pytest.approx([weight]*len(answer))
     assert not done['advantages'][~on].any() and not done['weight'][~on].any()
-
-
-def test_the_average_over_answers_is_the_mean_of_their_means(base, models):
-    "As GRPO's paper has it; by default a token weighs as much as any other of the step."
-    cfg = config(base, 'grpo', average='answer')
-    batch, scores = rollout(models, cfg), torch.arange(16.).cos()
-    lengths = batch['response'].sum(1)
-    batch, _ = ppo.experience(models.policy, models.policy, None, batch, scores, cfg)
-    with torch.no_grad(): loss = ppo.ppo_loss(models.policy, None, batch, cfg)['loss']
-    mean = (loss*batch['weight']).sum()/batch['weight'].sum()   # as `Trainer.update` takes it
-    wanted = sum(l[on].mean() for l, on in zip(loss, batch['response'].bool()))/16
-    assert lengths.unique().numel() > 1 and mean.item() == pytest.approx(wanted.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize('value', [.1, 1000.1, -1e6/7])

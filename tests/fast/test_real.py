@@ -1,6 +1,5 @@
 """Crowd, pool and sizes of the real world; `slow/test_notebooks.py` makes its farm whole."""
 import numpy as np
-import pytest
 
 from alpaca_farm import real
 
@@ -17,11 +16,3 @@ def test_a_crowd_sees_what_the_pool_overlooks():
 
 def test_texts_of_one_likelihood_have_the_unit_one():
     assert real.WordModel(['a cat sat'], ['a cat']*7).sd == 1
-
-
-@pytest.mark.parametrize('text, error', [('dpoo: {}', 'Did you mean dpo'), ('', 'real_none')])
-def test_bad_sizes_are_refused(tmp_path, text, error):
-    file = tmp_path/'real_none.yaml'
-    if text: file.write_text(text)
-    with pytest.raises((TypeError, FileNotFoundError), match=error):
-        real.RealConfig(sizes=str(file))

@@ -14,8 +14,8 @@ from alpaca_farm.core.data.preferences import answer_of
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.text import collate, encode_prompts, encode_responses
 from alpaca_farm.core.model.policy import Policy
-from alpaca_farm.core.model.models import (answer_states, hidden_states, load_policy, load_scalar, values,
-    response_logprobs, sequence_scores)
+from alpaca_farm.core.model.models import (hidden_states, load_policy, load_scalar, values,
+    sequence_scores)
 from alpaca_farm.core.model.rewards import label_count, reward, score_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, Run
@@ -55,26 +55,11 @@ def test_huge_leads_stay_finite():
         assert loss.isfinite().all() and slope.isfinite().all()
 
 
-@pytest.mark.parametrize('flip_rate', [0., .25])
-def test_the_first_step(base, tmp_path, flip_rate):
-    "A zero head prefers nothing: ln 2, whatever share is flipped; predictions are of labels."
-    rm.train(config(base, tmp_path/'rm', flip_rate=flip_rate))
-    assert read_log(tmp_path/'rm')[0]['loss'] == pytest.approx(math.log(2), abs=1e-6)
-    rows = read_json(tmp_path/'rm'/'calibration.json')['labels']
-    assert all(r['predicted'] <= 1 - flip_rate for r in rows)
-
-
 def test_scores_that_are_equal_keep_their_unit(base, tmp_path):
     "A head of zeros that learns nothing: its scores are not divided by their deviation, 0."
     folder = rm.train(config(base, tmp_path/'rm', learning_rate=0.)).folder
     found = read_json(folder/'model'/'config.json')
     assert (found['reward_mean'], found['reward_std']) == (0, 1)
-
-
-def test_a_missing_margin_fails_before_any_work(base, tmp_path):
-    with pytest.raises(ValueError, match='gap = None'):
-        rm.train(config(base, tmp_path/'rm', margin_field='gap'))
-    assert read_log(tmp_path/'rm') == []
 
 
 @pytest.fixture(scope='module')
@@ -147,20 +132,6 @@ def test_several_reward_models(base, likely):
     assert np.abs(apart - wanted[1]).max() > 1e-3
     with torch.no_grad(): loaded[specs[1]].score.weight.fill_(float('nan'))
     with pytest.raises(ValueError, match='finite'): reward(specs, cfg, loaded=loaded)(answers)
-
-
-def test_likelihood_is_the_policys_before_training(base, tmp_path):
-    "With a zero head; without a likelihood a score is then 0."
-    cfg = config(base, tmp_path)
-    policy = load_policy(cfg.policy, cfg)
-    tokenizer = policy.tokenizer
-    model = load_scalar(cfg.policy, cfg, 'zero')
-    held_out = rm.load_preference_pairs(Run(cfg, dict(settings={})))[1]
-    answers = [dict(r, output=r['output_1']) for r in held_out]
-    assert score_records(model, answers) == [0] * len(answers)
-    model.config.likelihood = C
-    logp = response_logprobs(policy, *as_tokens(answers, tokenizer))
-    assert score_records(model, answers) == pytest.approx((C*logp).tolist(), abs=1e-4)
 
 
 def test_values_are_those_of_the_head_alone(base, likely):
@@ -265,22 +236,6 @@ def test_scores_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, kind):
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('shared', [False, True])
-def test_values_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, shared):
-    given = tiny.settings('ppo', base, out=str(tmp_path), shared_value=shared, dtype='bfloat16')
-    cfg = PPOConfig(**given)
-    policy = load_policy(cfg.policy, cfg, train=True)
-    tokenizer = policy.tokenizer
-    value = value_model(cfg, policy)
-    torch.nn.init.normal_(value.score.weight)
-    batch = collate([[5, 6, 7]], [list(range(8, 40))], tokenizer.pad_token_id)
-    with torch.no_grad(), policy.on():
-        states = answer_states(value, batch)
-        found = values(value, batch)[0, 3:]
-    want = (states[0, 2:-1].float() @ value.score.weight[0] - value.mean) / value.std
-    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize('rank', [0, 4])
 def test_first_layers(base, tmp_path, rank):
     "The first layers of a deeper policy become what a policy of them alone becomes."
@@ -326,14 +281,3 @@ def test_answers_in_several_pairs_are_read_once(base, tmp_path, monkeypatch):
     alone = [results([i]) for i in range(4)]
     torch.testing.assert_close(loss, torch.cat([a for a, _ in alone]))
     torch.testing.assert_close(slope, sum(b for _, b in alone), atol=1e-5, rtol=1e-4)
-
-
-def test_a_card_says_what_plain_transformers_leaves_out(base, tmp_path):
-    "It loads such a model without a word, and scores by the last state alone."
-    def card(**given):
-        run = tiny.run('reward_model', base, tmp_path/'out', max_instances=40, **given)
-        return (run.folder/'model'/'README.md').read_text()
-    for given, says in ((dict(likelihood=.2), 'likelihood 0.2 and pooling last'),
-                        (dict(likelihood=0., pooling='mean'), 'likelihood 0.0 and pooling mean')):
-        assert f'leaves out {says}' in card(**given)
-    assert 'scores otherwise' not in card(likelihood=0., pooling='last')

@@ -8,9 +8,7 @@ import torch
 
 import tiny
 from alpaca_farm import rrhf
-from alpaca_farm.core.data.records import (LISTS, merge_candidates, _read_candidates,
-    select_candidates)
-from alpaca_farm.core.data.formats import as_records
+from alpaca_farm.core.data.records import (LISTS, select_candidates)
 from alpaca_farm.core.model.models import load_policy, logprobs
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary, Run
@@ -97,77 +95,6 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
     assert found['rank'].max() > 0 and ((0 <= found['accuracy']) & (found['accuracy'] <= 1)).all()
 
 
-def test_nothing_is_longer_than_allowed(base, models, capsys):
-    "What is left out is counted; the notebook shows which candidates are."
-    loaded, left_out = rrhf._load_queries(Run(config(base, max_length=40), dict(settings={})), models.tokenizer)
-    longest = max(len(p) + len(ids) for q, p in loaded
-                  for ids in rrhf._candidate_tokens(q, models.tokenizer))
-    assert longest <= 40 and left_out == 60 - len(loaded) > 0
-    assert f'{left_out} of 60 queries' in capsys.readouterr().out
-
-
-ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', 'Hi!', 'No.'],
-             scores=[.1, .3, .9, -2]),
-        dict(query='Name a colour.\nA dark one.', responses=['Blue\u2028.', 'Red.'], scores=[2, 1],
-             origin_scores=[[5, 5], [1, 2]])]
-
-
-def test_rrhf_files(tmp_path):
-    path = write(tmp_path/'train_data.jsonl', ROWS, lines=True)
-    one, two = _read_candidates(path)
-    assert one['messages'] == [dict(role='user', content='Hi')]
-    assert two['instruction'] == ROWS[1]['query'] and two['source'] == ['chosen', 'rejected']
-    assert two['origin_scores'] == ROWS[1]['origin_scores']
-    samples = merge_candidates(path, ['sample'])
-    assert [q['output'] for q in samples] == [['Yes?', 'Hello.'], []]
-
-
-def test_kinds_are_merged_by_instruction(tmp_path):
-    ask, folder = dict(instruction='Greet me.', input=''), tmp_path/'run'
-    pair = dict(ask, output_1='Hm.', output_2='Good day!', preference=1.8)
-    trl = dict(prompt='Greet me.', chosen='Servus.', rejected='Bah.')
-    first, second = merge_candidates([
-        write(tmp_path/'mine.json', [dict(ask, output=['Hello!', 'Go'], ended=[True, False])]),
-        write(tmp_path/'gpt.json', [dict(ask, output='Hail.', generator='gpt'),
-                                    dict(instruction='Bye.', output='Bye.')]),
-        write(tmp_path/'pairs.jsonl', [pair], lines=True), write(tmp_path/'trl.json', [trl])])
-    both = ['chosen', 'rejected']
-    assert first['output'] == ['Hello!', 'Go', 'Hail.', 'Good day!', 'Hm.', 'Servus.', 'Bah.']
-    assert first['source'] == ['mine', 'mine', 'gpt', *both, *both]
-    assert first['scores'][:3] == [None]*3
-    assert first['scores'][3:] == pytest.approx([.8, .2, 1., 0.])
-    assert first['ended'] == [True, False] + [True]*5
-    assert second['output'] == ['Bye.'] and second['source'] == ['gpt']
-    folder.mkdir()
-    for name, output in (('outputs', 'a'), ('candidates', ['a', 'b'])):   # the latter count
-        write(folder/f'{name}.json', [dict(ask, output=output)])
-        assert _read_candidates(str(folder))[0]['output'] == list(output)
-
-
-@pytest.mark.parametrize('rows, message', [
-    ([dict(query='x', responses='y')], 'row 0: .*responses'), ([], 'no records'),
-    ([dict(query='x', responses=['y', 'z'], scores=[1.])], "row 0: 'scores'"), ([1], 'a record'),
-    ([dict(query='x', responses=['y', 3])], "row 0: .*'output'"),
-    ([dict(prompt='x', chosen='y', rejected='z'), dict(prompt='x')], "row 1: .*'output_1'"),
-    ([dict(instruction='x', output=['y', 'z'], ended=True)], "row 0: 'ended'")])
-def test_bad_files(tmp_path, rows, message):
-    file = write(tmp_path/'bad.json', rows)
-    with pytest.raises(ValueError, match=message): _read_candidates(file)
-
-
-def not_a_number(records): return [float('nan')]*len(records)
-def indifferent(records): return [3.]*len(records)
-
-
-@pytest.mark.parametrize('more, message', [
-    (dict(reward_model=''), 'score is None'), (dict(sources=['gpt']), 'sources'),
-    (dict(reward_model='test_rrhf:not_a_number'), 'not a finite number'),
-    (dict(reward_model='test_rrhf:indifferent', missing_eos=''), 'nothing to rank')], ids=str)
-def test_what_cannot_be_learned_from(base, tmp_path, more, message):
-    with pytest.raises(ValueError, match=message): run(base, tmp_path/'rrhf', **more)
-    assert not (tmp_path/'rrhf'/'candidates.json').exists() and not read_summary(tmp_path/'rrhf')
-
-
 def run(base, out, **more):
     rrhf.train(config(base, out=str(out), **more))
     return read_log(out), read_summary(out)
@@ -247,17 +174,6 @@ def test_own_candidates(base, models, decoding, groups):
         assert all(len(set(x)) == 1 for x in drawn(diversity_penalty=0.))
 
 
-@pytest.mark.parametrize('shift', [-5., 5.])
-def test_cut_off_answers_are_last_in_any_unit(base, shift):
-    "A constant score of -1 would be the best where rewards are about -5."
-    def scores(*ended):
-        query = dict(instruction='x', output=['aaa', 'aa', 'a'], ended=ended)
-        score_of = lambda records: [len(r['output']) + shift for r in records]
-        return rrhf._score_pool([query], score_of, config(base))[0]['scores']
-    assert scores(False, True, True) == [0. + shift, 2. + shift, 1. + shift]
-    assert scores(False, False, False) == [-1.]*3  # none whole: a tie
-
-
 def test_own_samples_are_learned_from_as_drawn(base, models, tmp_path):
     "Their tokens are kept, not those that their text is encoded to."
     run(base, tmp_path/'a', n=2, max_instances=16, eval_split='', temperature=1.5)
@@ -290,15 +206,6 @@ def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch, si
     assert {len(q['output']) for q, _ in shown} == {2} and len(shown) == 16 - summary['single']
     assert [r['step'] for r in log] == list(steps)   # a skipped step too
     assert sum('loss' in r for r in log) == (len(shown) if size == 1 else 2)
-
-
-def test_scores_of_the_files(base, tmp_path):
-    "Preferences alone, two candidates a query."
-    _, summary = run(base, tmp_path, candidates=str(base/'annotators'), missing_eos='',
-                     reward_model='', eval_split='')
-    for q in read_json(tmp_path/'candidates.json'):
-        assert q['source'] == ['chosen', 'rejected'] and q['scores'][0] >= q['scores'][1]
-    assert summary['labels'] == read_summary(base/'annotators')['labels']
 
 
 def test_perplexity(models):

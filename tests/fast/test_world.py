@@ -9,13 +9,12 @@ from hypothesis import given
 
 from alpaca_farm import world
 from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree, variance
 from alpaca_farm.worlds.embedded import crowd
 from alpaca_farm.worlds.embedded.authors import (
-    Author, common_mistake, contested, details, EXPERT, sayings)
-from alpaca_farm.worlds.embedded.criteria import COLUMNS, marks, QUALITY, utility
-from alpaca_farm.worlds.embedded.grammar import (AFTER, KINDS, parse, render, request_of,
+    Author, contested, details, EXPERT, sayings)
+from alpaca_farm.worlds.embedded.criteria import marks, QUALITY, utility
+from alpaca_farm.worlds.embedded.grammar import (AFTER, KINDS, render, request_of,
                                           sample_request)
 from alpaca_farm.worlds.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
 from alpaca_farm.worlds.embedded.prose import describe, talk
@@ -52,22 +51,6 @@ def agree(a, b, pairs): return two_votes_agree(a.each(pairs), b.each(pairs))
 # Requests
 def test_parse_inverts_render():
     for spec in EVERY: assert request_of(render(spec)) == spec
-
-
-@pytest.mark.parametrize('request_', [
-    '', 'I am late.', 'Where does a bear live?', 'I am late. Where does a otter live?',
-    'I am late. I am late. Where does a bear live?',
-    'I am late. Where does a bear live? What does a bear eat?',
-    'I am late. Where does a bear live? Please. Thanks!'])
-def test_a_foreign_request_is_refused(request_):
-    with pytest.raises(ValueError, match='is not a request of the embedded world'): parse(request_)
-
-
-# Authors
-def test_a_common_mistake_is_the_answer_to_another_question_of_its_kind():
-    for name, thing in FACTS:
-        right, wrong = KINDS[name].right, common_mistake(name, thing)
-        assert wrong not in right[thing] and any(wrong in other for other in right.values())
 
 
 @pytest.mark.slow
@@ -133,14 +116,6 @@ def test_marks_by_hand(request_, answer, expected):
     numbers = [20 if x == '+' else int(x) for x in first]   # +: the most that counts
     done = [{'+': 1, '-': -1, '0': 0}[x] for x in behaviours]
     assert marks(request_, answer) == (*numbers, *done, len(mistake), len(answer.split()))
-
-
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('trait, values', [('skill', (0., .5, 1.)), ('minds', (-1., 0., 1.))])
-def test_skill_and_minding_the_asker_pay(kind, trait, values):
-    specs = [s for s in EVERY[::6] if s['kind'] == kind]
-    low, middle, high = (worth(answered(specs, Author(**{trait: value}))) for value in values)
-    assert low < high and low - .05 < middle < high + .05   # errors are rare in some kinds
 
 
 @pytest.mark.parametrize('answer', [
@@ -218,33 +193,6 @@ def test_correctness_counts_as_much_as_taste_and_answers_to_another_thing_lose()
         return EXPERT.answer(dict(spec, thing=rng.choice(things)), rng)
     assert won(of_another_thing) < .5 < won(lambda s, _: EXPERT.answer(s, rng)) - .3
     assert won(lambda _, output: f'{output} You are very wise!') < .45
-
-
-def test_the_best_rule_without_labels_is_found_for_each_asker(tmp_path):
-    "Where likelihood is the utility, the best samples are chosen; where it says nothing, others."
-    crowd.write_population(tmp_path/'held_out_crowd.json', crowd.held_out_crowd)
-    specs = [s for s in sample_requests(200) for _ in range(8)]
-    records = answered(specs, Author())
-    worths = utility(records)
-    telling = [dict(r, logprob=u*len(r['output'].split())) for r, u in zip(records, worths)]
-    won = {}
-    for name, rows in dict(telling=telling, silent=[dict(r, logprob=0.) for r in records]).items():
-        chosen = np.array(world.best_without_labels(rows, str(tmp_path)))
-        assert (chosen.reshape(-1, 8).sum(1) == 1).all()
-        won[name] = chosen @ worths/200
-    best = np.reshape(worths, (-1, 8)).max(1).mean()
-    assert won['telling'] > best - .1 and won['silent'] < worth(records) + .5
-
-
-# The run
-SMALL = dict(sft=800, preference=400, unlabeled=400, val=150, eval=200)
-
-
-def test_splits_do_not_overlap_and_their_authors_differ():
-    splits = world.sample_splits(world.WorldConfig(**SMALL))
-    assert len({r['instruction'] for name in splits for r in splits[name]}) == sum(SMALL.values())
-    skilled = world.sample_splits(world.WorldConfig(**SMALL, sft_skill=1.))
-    for name in SMALL.keys() - {'eval'}: assert worth(splits[name]) < worth(skilled[name]) < 5
 
 
 def test_prose_tells_the_truth():

@@ -100,8 +100,6 @@ def test_few_prompts_are_shared_by_the_rounds(base, tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match='it played'): expert_iteration.train(cfg)
         assert _round_jobs(1, cfg)[0].settings['max_instances'] == share
         assert read_json(Path(cfg.out)/'config.json')['settings']['max_instances'] == 20
-    cfg = config(base, out=str(tmp_path/'e'), rounds=prompts + 1)
-    with pytest.raises(ValueError, match=f'has {prompts} instructions'): expert_iteration.train(cfg)
 
 
 def test_optimisation_is_the_sft_runs():
@@ -115,7 +113,7 @@ def test_optimisation_is_the_sft_runs():
 
 
 def test_samples_of_another_run(base, tmp_path):
-    "The first n of the other run's, no sampling; what they cannot be is refused."
+    "The first n of the other run's, no sampling."
     def run(name, **more):
         given = dict(samples=str(base/'samples'), split='preference', n=1, skip=2, max_instances=5)
         given = tiny.settings('best_of_n', base, out=str(tmp_path/name), **given) | more
@@ -123,7 +121,3 @@ def test_samples_of_another_run(base, tmp_path):
     theirs, ours = candidates(base/'samples')[2:7], candidates(run('from'))
     assert [c['output'] for c in ours] == [c['output'][:1] for c in theirs]
     assert all(len(c['scores']) == 1 for c in ours)
-    for name, value, message in (
-            ('n', 3, 'n = 3, but .* only 2'), ('skip', 60, 'skip'), ('split', 'eval', 'split'),
-            ('temperature', .25, 'temperature = 1.0'), ('policy', str(base/'world'), 'policy')):
-        with pytest.raises(ValueError, match=message): run(name, **{name: value})

@@ -58,30 +58,6 @@ def test_a_world_of_one_file_runs_on_the_whole_farm(sums, monkeypatch, capsys):
     assert flips == [.1, 0] and 'crowd_groups' in read_summary(run.folder)
 
 
-@pytest.mark.parametrize('field, value, message', [
-    ('version', None, 'version'), ('base', './nothing', "policy = .*nothing"),
-    ('base', '', 'either a base or a policy'),
-    ('policy', 'no/such/model/here', 'either a base or a policy'),
-    ('pool', './pool.json', 'pool = .*this is no annotator'),
-    ('held_out', 'sums_world:nobody', 'sums_world has no nobody'),
-    ('preferences', '../labels.json', 'preferences = .*this is no annotator'),
-    ('utility', 'no_such_module:utility', 'no module no_such_module'),
-    ('label_flip', 2, 'label_flip = 2'), ('pol', 'a', 'pol is not a setting')])
-def test_a_world_that_lacks_something_is_refused_before_any_run(sums, tmp_path, field, value,
-                                                                message):
-    "What is wrong in `world.json` alone is refused in its notebook."
-    content = read_json(sums/'world'/'world.json') | {field: value}
-    folder = tmp_path/'world'
-    for file in (sums/'world').glob('*.json'):
-        (folder/file.name).parent.mkdir(exist_ok=True)
-        (folder/file.name).write_bytes(file.read_bytes())
-    (folder/'model').symlink_to(sums/'world'/'model')
-    write_json(folder/'world.json', content)
-    with pytest.raises((ValueError, TypeError), match=message):
-        farm.run(FarmConfig(world=str(folder)))
-    assert {p.name for p in tmp_path.iterdir()} == {'world'}
-
-
 def test_a_split_that_is_missing_is_named(sums, tmp_path):
     with pytest.raises(ValueError, match='it has no world.json'): read_world(str(tmp_path))
     model = dict(base=str(sums/'world'/'model'))

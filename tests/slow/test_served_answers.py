@@ -7,7 +7,7 @@ import pytest
 from alpaca_farm.best_of_n import BestOfNConfig, run, served_prompt
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.eval import EvalConfig, read_models
-from asking import key, summary
+from asking import summary
 from judge_server import digest, judge_server, prompt_text
 
 
@@ -105,10 +105,3 @@ def test_the_best_of_what_was_served(tmp_path):
 
 
 def last(records): return [float(int(r['output'][5:13], 16)) for r in records]
-
-
-def test_one_model_is_named_and_has_a_key(tmp_path, monkeypatch):
-    monkeypatch.delenv('OPENAI_API_KEY')
-    with pytest.raises(ValueError, match='OPENAI_API_KEY'): run(config(tmp_path))
-    with pytest.raises(ValueError, match='name one model'): config(tmp_path, served='')
-    with pytest.raises(ValueError, match='leave samples'): config(tmp_path, sampler='http://a/v1')
