@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
@@ -93,16 +92,6 @@ def test_commands_have_notebooks_targets_and_settings(page):
     if page == 'README.md': assert len(commands(README)) >= 10
 
 
-@pytest.mark.parametrize('page', ['README.md', 'data.md', 'gpus.md'])
-def test_papermill_knows_the_settings_of_its_commands(page):
-    "It calls a setting that is not in the parameters cell unknown, as if it had no effect."
-    papermills = [shlex.split(c, comments=True) for c in commands(PAGES[page]) if c[:4] == 'pape']
-    given = [(words[1], tiny.given(words)) for words in papermills]
-    if page == 'data.md':   # said beside the commands
-        given += [('nbs/best_of_n.ipynb', ['max_new_tokens']), ('nbs/annotators.ipynb', ['base_url'])]
-    for notebook, names in given: assert {*names} <= {*inspect_notebook(str(tiny.ROOT/notebook))}
-
-
 @pytest.mark.parametrize('page', MARKDOWN)
 def test_snippets_run_and_links_lead_somewhere(page):
     for language, block in FENCE.findall(PAGES[page]):
@@ -119,20 +108,6 @@ def test_snippets_run_and_links_lead_somewhere(page):
     links = [l.partition('#')[0] for l in re.findall(r'\]\(([^)]+)\)', PAGES[page])
              if not l.startswith('http')]
     assert [l for l in links if not (folder/l).exists()] == []
-
-
-QUANTITY = re.compile(r'(?<![\w.-])\d[\d.]*(?: %)?(?: \[[^]]*\])?')   # with its interval
-
-
-def test_the_readme_can_be_finished():
-    "It has 1,500 to 1,900 words, and no paragraph has over 90, nor over three quantities."
-    assert 1500 <= len(README.split()) <= 1900
-    text = FENCE.sub('', README)
-    for paragraph in re.split(r'\n\n|\n(?=- )', text):
-        if paragraph.startswith('|'): continue
-        assert len(paragraph.split()) <= 90, paragraph
-        said = re.sub(r'\]\([^)]*\)|, \d{4}|\d+(?= : )', '', paragraph)
-        assert len(QUANTITY.findall(said)) <= 3, paragraph
 
 
 def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):
@@ -165,18 +140,6 @@ def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for 
 
 
 COMING = PAGES['coming_from.md']
-SCRIPTS = """
-sft.sh reward_modeling.sh rlhf_ppo.sh best_of_n.py expiter.sh rlhf_quark.sh dpo.sh
-oai_baselines.py recover_model_weights run_best_of_n run_decode run_rerank annotate_pairs
-annotate_samples annotate_head2head alpaca_leaderboard simulate_preference_data.py
-consolidate_preference_data.py convert_llama7b_to_alpacafarm_format.py
-evaluate_reward_model_human_agreement.py format_input_prompts.py postprocess.py
-evaluate_outputs.py gpt4_compare.py format_context_distillation_training_data.py rlaif rlcd_rescore
-response_gen.sh split_files.py scoring_responses.sh make_data.py train.sh train_wombat7b.sh
-train_wombat7b_gpt4.sh clean_gpt4_compare.py single_sentence_inference.py apply_delta.py
-recover_wombat_7b.sh""".split()
-
-
 @pytest.mark.parametrize('command', [c for c in commands(COMING) if c.startswith('papermill')],
                          ids=lambda c: c.split()[2])
 def test_commands_beside_theirs_are_within_bounds(command):
@@ -192,12 +155,6 @@ def test_commands_beside_theirs_are_within_bounds(command):
     if 'rrhf' in settings:
         settings['rrhf'] = [s for s in settings['rrhf'] if not s.startswith('policy=')]
     cls(**settings)
-
-
-def test_every_command_of_their_readmes_is_in_the_table():
-    theirs = ' '.join(row.split('|')[1] for row in COMING.splitlines() if row.startswith('|'))
-    assert [s for s in SCRIPTS if s not in theirs] == []
-    assert len([c for c in commands(COMING) if c.startswith('papermill')]) >= 30
 
 
 @pytest.mark.parametrize('heading', re.findall(r'^### (.*): `([a-z_ ]+)`$', COMING, re.M),

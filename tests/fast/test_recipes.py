@@ -96,19 +96,6 @@ def test_the_table_of_runs_and_the_farm_give_settings_that_exist():
         assert row['notebook'] != name or {*row['settings']} <= {'held_out'}
 
 
-def test_the_papers_methods_are_answered_alike():
-    "Wherever AlpacaFarm's settings answer an evaluation split."
-    papers = {p.stem: yaml.safe_load(p.read_text()) for p in RECIPES.glob('llama_7b/*.yaml')
-              if p.stem not in ('rrhf', 'wombat', 'wombat_pool')}
-    answering = {n: (s.get('eval_temperature'), s.get('eval_top_p')) for n, s in papers.items()
-                 if n not in ('best_of_n', 'reward_model')}
-    assert len(answering) == 7 and set(answering.values()) == {(.7, .9)}
-    defaults = {(c().eval_temperature, c.eval_top_p)
-                for c in map(config_of, (NOTEBOOKS.get(p, p) for p in papers))
-                if hasattr(c, 'eval_temperature')}
-    assert defaults == {(1., 1.)}
-
-
 def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     "The reward model of a judge needs that judge's labels, no default of its notebook."
     from alpaca_farm.core.run import inputs as build

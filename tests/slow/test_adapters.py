@@ -1,8 +1,6 @@
 """LoRA: one frozen model with several adapters, from training to files and back."""
 import contextlib
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -13,8 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from alpaca_farm import ppo, reward_model, sft
-from alpaca_farm.core.model.policy import (add_adapter, base_of, lora_config, merge, own_weights,
-                                             Policy)
+from alpaca_farm.core.model.policy import (add_adapter, base_of, lora_config, merge, own_weights)
 from alpaca_farm.core.model.loading import load_model
 from alpaca_farm.core.model.models import (hidden_states, load_policy, load_reference, load_scalar,
     logprobs, sequence_logprobs)
@@ -76,15 +73,6 @@ def test_packed_rows_with_adapters(base, batch):
     assert reads_packed(policy)
     for a, b in zip(gradient(True), gradient(False)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_a_frozen_head_reads_contiguous_states(base):
-    "Of others torch would copy the matrix for each row."
-    cfg, seen = config('sft', base), []
-    policy = load_policy(cfg.policy, cfg, train=True)
-    policy.model.lm_head.register_forward_pre_hook(lambda _, x: seen.append(x[0].is_contiguous()))
-    policy.model(input_ids=torch.ones(3, 4, dtype=torch.long), logits_to_keep=1)
-    assert seen == [True]
 
 
 def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
@@ -278,32 +266,6 @@ def test_what_an_adapter_asks_for_and_does_not_get_is_refused_by_name(elsewhere,
     with pytest.raises(ValueError, match=f'{folder}.*{kind.replace("_", ".")}') as e:
         load_model(AutoModelForCausalLM, str(folder), torch.float32)
     assert '\n' not in str(e.value)
-
-
-def test_an_adapters_folder_as_peft_writes_it_is_told_what_it_lacks(elsewhere):
-    folder, make = elsewhere
-    make()
-    (folder/'config.json').unlink()
-    with pytest.raises(FileNotFoundError, match='is an adapter without config.json: copy'):
-        load_model(AutoModelForCausalLM, str(folder), torch.float32)
-
-
-WRITE = """
-import sys, torch, tiny
-from alpaca_farm.core.model.policy import add_adapter, lora_config, save_adapter
-from alpaca_farm.core.run.settings import HardwareConfig
-policy = add_adapter(tiny.policy('llama'), 'policy', lora_config(HardwareConfig(lora_rank=3)))
-save_adapter(policy, sys.argv[1])
-"""
-
-
-def test_equal_adapters_are_equal_bytes(tmp_path):
-    "In every process."
-    for i in range(3):
-        subprocess.run([sys.executable, '-c', WRITE, tmp_path/str(i)], check=True,
-                       env=tiny.environment(PYTHONPATH=f'{tiny.ROOT}:{tiny.ROOT}/tests'))
-    for name in ('adapter_model.safetensors', 'adapter_config.json', 'config.json'):
-        assert len({(tmp_path/str(i)/name).read_bytes() for i in range(3)}) == 1, name
 
 
 def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):

@@ -77,15 +77,6 @@ def test_attention_gets_causal_rows(family, kind, unregistered, monkeypatch):
     states_are_those_of_single_rows(model)
 
 
-def test_other_masks_reach_the_kernel_unchanged(unregistered, monkeypatch):
-    calls = watched(monkeypatch, 'sdpa', lambda *args, **more: (args[4], more))
-    _register_rows('sdpa')
-    for mask in (None, torch.ones(2, 1, 3, 3, dtype=torch.bool), torch.zeros(2, 1, 3, 3)):
-        given, more = [torch.ones(2, 4, 3, 8)]*3, dict(scaling=.5, position_ids=1)
-        assert ALL_ATTENTION_FUNCTIONS['sdpa'](None, *given, mask, **more) == (mask, more)
-    assert len(calls) == 3
-
-
 def test_flash_attention_is_given_16_bits(unregistered, monkeypatch):
     "Also where weights in float32 are evaluated outside of autocast."
     model, other = tiny.policy('llama'), tiny.policy('llama')

@@ -53,23 +53,6 @@ def test_diverse_beams_by_the_book(beams, groups, penalty):
         assert got == pytest.approx([w for w, _ in want], abs=1e-4) and len(found) == beams
 
 
-@torch.no_grad()
-def theirs(model, prompt, steps, beams):
-    rows = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=steps, do_sample=False,
-                          num_beams=beams, num_return_sequences=beams)[:, len(prompt):].tolist()
-    return [r[:r.index(2) + 1] if 2 in r else r for r in rows]
-
-
-@pytest.mark.parametrize('beams', [1, 2, 5])
-def test_a_batch_has_any_size(beams):
-    "Where a model is read in several batches: the answers of transformers (see its notebook)."
-    model, prompts = family('llama'), ragged(8)
-    want = [theirs(model, p, 12, beams) for p in prompts]
-    for batch_size in (beams, 16, 256):
-        found = beam_search(Policy(model), prompts, beams, max_new_tokens=12, batch_size=batch_size)
-        assert [[s.tokens for s in x] for x in found] == want
-
-
 def test_suppressed_tokens_and_several_ends():
     model = family('llama')
     model.generation_config.eos_token_id = [2, 17, 30]

@@ -10,7 +10,6 @@ from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.expert_iteration import ExpertIterationConfig, _round_jobs
-from alpaca_farm.sft import SFTConfig
 
 
 def config(base, **more):
@@ -100,16 +99,6 @@ def test_few_prompts_are_shared_by_the_rounds(base, tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match='it played'): expert_iteration.train(cfg)
         assert _round_jobs(1, cfg)[0].settings['max_instances'] == share
         assert read_json(Path(cfg.out)/'config.json')['settings']['max_instances'] == 20
-
-
-def test_optimisation_is_the_sft_runs():
-    "Its settings reach sft, whose defaults they share."
-    more = dict(micro_batch_size=2, lr_schedule='constant', warmup=.2, weight_decay=.1,
-                betas=[.9, .999], adam_eps=1e-6, max_grad_norm=.5, checkpoint_every=7)
-    own = dict(learning_rate=2e-5, batch_size=128)
-    learn = _round_jobs(1, ExpertIterationConfig(**more, **own))[1].settings
-    assert {k: learn[k] for k in more | own} == more | own
-    assert all(getattr(ExpertIterationConfig(), k) == getattr(SFTConfig(), k) for k in more)
 
 
 def test_samples_of_another_run(base, tmp_path):

@@ -1,6 +1,5 @@
 "Every method on every family of models: small random weights, one batch or a short run."
 import functools
-import json
 import logging
 import tempfile
 
@@ -13,8 +12,7 @@ from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.policy import own_weights, Policy
-from alpaca_farm.core.model.models import (values, hidden_states, load_policy, load_scalar, logprobs,
-    sequence_logprobs, sequence_scores)
+from alpaca_farm.core.model.models import (values, hidden_states, load_policy, load_scalar, sequence_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.core.data.text import collate, encode, rollout_batch
 from alpaca_farm.core.training import answer_batch
@@ -206,14 +204,6 @@ def test_an_encoder_scores(name, tmp_path, capsys):
     value = ppo.value_model(cfg, Policy(torch.nn.Module()))
     assert 'another vocabulary than the policy' in capsys.readouterr().out
     assert value.config.model_type == 'llama'
-
-
-@pytest.mark.parametrize('name', ['bert', 'deberta-v2', 'roberta'])
-def test_an_encoder_in_bfloat16_has_a_classifier_in_float32(name, tmp_path):
-    "Its scores are as many as the texts."
-    folder, *_ = encoder(tmp_path, name)
-    records = [dict(instruction='say', output=f'{i} of {i*i}') for i in range(200)]
-    assert len(set(reward(folder, sft.SFTConfig(device='cpu', dtype='bfloat16'))(records))) == 200
 
 
 def test_a_model_of_another_kind_is_refused_by_name(tmp_path):

@@ -13,7 +13,6 @@ from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.run.inputs import methods
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.farm import farm_jobs, FarmConfig
-from alpaca_farm.worlds.folder import read_world
 
 SIZES = dict(sft=800, preference=60, unlabeled=40, val=10, eval=20)
 
@@ -56,13 +55,6 @@ def test_a_world_of_one_file_runs_on_the_whole_farm(sums, monkeypatch, capsys):
     flips = [read_json(f'{cfg.runs}/annotators{end}/config.json')['settings']['label_flip']
              for end in ('', '_crowd')]
     assert flips == [.1, 0] and 'crowd_groups' in read_summary(run.folder)
-
-
-def test_a_split_that_is_missing_is_named(sums, tmp_path):
-    with pytest.raises(ValueError, match='it has no world.json'): read_world(str(tmp_path))
-    model = dict(base=str(sums/'world'/'model'))
-    write_json(tmp_path/'world.json', read_json(sums/'world'/'world.json') | model)
-    with pytest.raises(ValueError, match='the split sft is missing'): read_world(str(tmp_path))
 
 
 def test_a_world_without_a_crowd_has_no_runs_on_its_labels(sums, tmp_path):

@@ -16,7 +16,7 @@ from alpaca_farm.core.ask.completions import (LocalWriter, ServedWriter, _shown_
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.rlcd import _clean_response, contrast_prompt, read_task, RLCDConfig, _task_file
+from alpaca_farm.rlcd import _task_file, read_task, RLCDConfig
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
@@ -35,43 +35,6 @@ def test_shipped_tasks():
 
 TALK = dict(messages=[dict(role='user', content='Hi'), dict(role='assistant', content='Hello.'),
                       dict(role='user', content='Bye')])
-PAIR = dict(positive='kind', negative='rude', judge='?')
-
-
-def task_with(**more):
-    task = read_task('harmlessness')
-    return type(task)(**vars(task) | more)
-
-
-def test_prompts_are_mirror_images():
-    "In one more way than the notebook shows: phrases in a system message, and none in history."
-    plus, minus = (contrast_prompt(task_with(), TALK, PAIR, s) for s in ('positive', 'negative'))
-    assert plus == '\n\nHuman: Hi\n\nAssistant (rude): Hello.\n\nHuman: Bye\n\nAssistant (kind):'
-    assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
-    found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
-    assert found == plus.replace(' (rude)', '')
-    system = task_with(placement='system')
-    plain = plus.replace(' (rude)', '').replace(' (kind)', '')
-    assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
-    chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
-    assert chat == [dict(role='system', content='rude'), *TALK['messages']]
-    premise = dict(instruction='A dragon.', input='')
-    found = contrast_prompt(read_task('outlining'), premise, PAIR, 'positive')
-    assert found.endswith('The premise: A dragon.\n\nAssistant (kind): 1.')
-
-
-@pytest.mark.parametrize('text, found, stopped', [
-    (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True), ('user: User: hi', 'hi', False),
-    (' Humanity and the Human body.', 'Humanity and the Human body.', False),
-    ('The Human: factor', 'The Human: factor', False), ('\n\nHuman: and then?', '', True),
-    ('Human: and then?', 'and then?', False), (' ', '', False), ('\n Human: hi', 'hi', False)])
-def test_answers_end_at_whole_role_tags(text, found, stopped):
-    "The release's filter cut or rejected whatever contained Human; the notebook has more."
-    task = task_with(filters=dict(ended=True))
-    reason = ('' if stopped else 'cut_off') if found else 'empty'
-    assert _clean_response(text, False, task) == (found, reason)
-
-
 def test_shown_labels():
     def shown(**top):
         tokens = [dict(token=t.replace('_', ' '), logprob=math.log(p)) for t, p in top.items()]
