@@ -27,14 +27,16 @@ def no_runs(tmp_path_factory):
     root = tmp_path_factory.mktemp('project')
     (root/'nbs').symlink_to(tiny.ROOT/'nbs')
     (root/'runs').mkdir()
-    with contextlib.chdir(root): yield
+    with contextlib.chdir(root):
+        yield
 
 
 @pytest.fixture(scope='session')
 def base(tmp_path_factory):
     "Folder of the runs world, sft, samples, annotators and reward_model."
     folder = tmp_path_factory.mktemp('runs')
-    for name, notebook, more in CHAIN: tiny.run(notebook, folder, folder/name, **more)
+    for name, notebook, more in CHAIN:
+        tiny.run(notebook, folder, folder/name, **more)
     return folder
 
 

@@ -27,8 +27,11 @@ def test_feedme_without_a_step_is_the_policy_itself(base, tmp_path):
     cfg = given(base, out=str(tmp_path/'still'), method='feedme', learning_rate=0.)
     binary_feedback.train(cfg)
     s = read_summary(cfg.out)
-    assert s['kl'] == pytest.approx(0, abs=1e-4) and s['val_win_rate'] == 50 and s['labels'] == 48
-    assert s['effect_good'] == s['effect_bad'] == 0 and s['accuracy'] == .5
+    assert s['kl'] == pytest.approx(0, abs=1e-4)
+    assert s['val_win_rate'] == 50
+    assert s['labels'] == 48
+    assert s['effect_good'] == s['effect_bad'] == 0
+    assert s['accuracy'] == .5
 
 
 PHRASES = ('A bear.', 'The duck.')
@@ -50,16 +53,21 @@ def conditioned(base, tmp_path_factory):
 
 def test_the_token_is_obeyed(conditioned):
     "Good and bad phrase come when they are asked for, and unseen answers are distinguished."
-    s, answers = read_summary(conditioned.out), read_json(f'{conditioned.out}/said.json')
-    assert s['effect_good'] > 2 and s['effect_bad'] < -2 and s['accuracy'] > .95
-    for k in ('effect_good', 'effect_bad'): assert 0 < s[f'{k}_standard_error'] < abs(s[k])
+    s = read_summary(conditioned.out)
+    answers = read_json(f'{conditioned.out}/said.json')
+    assert s['effect_good'] > 2
+    assert s['effect_bad'] < -2
+    assert s['accuracy'] > .95
+    for k in ('effect_good', 'effect_bad'):
+        assert 0 < s[f'{k}_standard_error'] < abs(s[k])
     assert all(r['source'] == [GOOD, BAD, 'no token', 'reference'] for r in answers)
     for k, phrase in enumerate(PHRASES):
         assert np.mean([r['output'][k].startswith(phrase[:2]) for r in answers]) > .8
 
 
 def test_a_loaded_model_asks_for_good_answers(base, conditioned):
-    records, times = load_records(str(base/'world'), 'eval', n=4), conditioned.token_times
+    records = load_records(str(base/'world'), 'eval', n=4)
+    times = conditioned.token_times
     plain, there = (AutoTokenizer.from_pretrained(f'{folder}/model', trust_remote_code=False)
                     for folder in (base/'sft', conditioned.out))
     good = there.convert_tokens_to_ids(GOOD)
@@ -70,7 +78,8 @@ def test_a_loaded_model_asks_for_good_answers(base, conditioned):
     message = [dict(role='user', content=records[0]['instruction'])]
     prompt = there.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert prompt.count(GOOD) == times
-    asked, cfg = load_records(conditioned.data, 'eval', n=10), answering(conditioned)
+    asked = load_records(conditioned.data, 'eval', n=10)
+    cfg = answering(conditioned)
     again = sample_answers(load_policy(conditioned.out, conditioned), asked, cfg)
     left = read_json(f'{conditioned.out}/outputs.json')
     assert [r['output'][0] for r in again] == [r['output'] for r in left]
@@ -80,7 +89,8 @@ def test_the_reference_does_not_read_the_token(base, conditioned):
     policy = load_policy(conditioned.out, conditioned)
     reference = load_policy(conditioned.policy, conditioned)
     plain = reference.tokenizer
-    cfg, records = answering(conditioned), load_records(conditioned.data, 'eval', n=10)
+    cfg = answering(conditioned)
+    records = load_records(conditioned.data, 'eval', n=10)
     kept, prompts, found = sample(policy, records, cfg)
     kl = log_ratios(reference, encode_prompts(kept, plain), [s for s, in found], cfg)
     assert read_summary(conditioned.out)['kl'] == pytest.approx(sum(kl) / len(kl), abs=1e-4)

@@ -67,17 +67,21 @@ def test_from_files_to_a_board(base, mine, tmp_path, capsys):
     assert read_json(world/'forecast.json') == dict(labels=212, requests=0, dollars=0)
     run = farm.run(FarmConfig(world=str(world)))
     said = capsys.readouterr().out
-    assert 'has no utility' in said and 'no marks' in said and 'has no crowd' not in said
+    assert 'has no utility' in said
+    assert 'no marks' in said
+    assert 'has no crowd' not in said
     board = (run.folder/'leaderboard.csv').read_text()
     rows = {line.split(',')[0] for line in board.splitlines()[1:]}
     trained = {f'{m}{end}' for m in methods for end in ('', '_crowd')}
     assert rows == trained | {'sft', 'base model', 'greedy SFT', 'likeliest of 2', 'longest of 2',
                               'bag of words', 'bag of words_crowd'}
-    assert 'utility' not in board and (run.folder/'simulation.csv').exists()
+    assert 'utility' not in board
+    assert (run.folder/'simulation.csv').exists()
     runs = f'{world}_runs'
     for name in trained - {'best_of_n', 'best_of_n_crowd'}:
         given = read_json(f'{runs}/{name}/config.json')['settings']
-        assert given['policy'] == f'{runs}/sft' and given['data'] == str(world)
+        assert given['policy'] == f'{runs}/sft'
+        assert given['data'] == str(world)
     seeds = {read_json(f'{runs}/{name}/config.json')['settings']['seed']
              for name in ('references', 'eval_samples', 'samples')}
     assert len(seeds) == 2, 'best-of-n would choose among answers that it is compared with'
@@ -106,14 +110,17 @@ def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path
         found = planned()
         assert found['labels'] == found['requests'] == 5*10*2 + 12
         assert 0 < found['dollars'] < 5
-        assert server.requests() == [] and not (tmp_path/'own').exists()
-        with pytest.raises(ValueError, match='budget = 5.0'): planned(models=['gpt-4=nobody/knows'])
+        assert server.requests() == []
+        assert not (tmp_path/'own').exists()
+        with pytest.raises(ValueError, match='budget = 5.0'):
+            planned(models=['gpt-4=nobody/knows'])
 
 
 def test_runs_choose_for_their_size_and_the_users_file_counts_before(base, mine):
     cfg = BringYourOwnConfig(**mine | dict(methods=['dpo', 'rloo']))
     sizes = own_sizes(cfg)
-    assert 'learning_rate' not in sizes['dpo'] and sizes['ppo'] is None
+    assert 'learning_rate' not in sizes['dpo']
+    assert sizes['ppo'] is None
     assert sizes['rloo']['learning_rate'] is None   # not the one tuned for the embedded world
     assert sizes['dpo']['batch_size'] == SMALL['dpo']['batch_size']
     assert 1e3 < cfg.weights_counted < 1e6

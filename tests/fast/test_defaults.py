@@ -44,11 +44,13 @@ def test_rates_are_the_worlds_and_the_literatures(cls, toy, low, high):
     assert low <= rate(cls, 7e9) <= high
     assert rate(cls, 7e9, lora=True) == pytest.approx(10*rate(cls, 7e9))
     rates = [rate(cls, n) for n in (1e6, 1e7, 1.35e8, 1e9, 8e9)]
-    assert rates == sorted(rates, reverse=True) and len({*rates}) == 5
+    assert rates == sorted(rates, reverse=True)
+    assert len({*rates}) == 5
     sizes = np.geomspace(1e5, 1e11, 200)   # each 7 % larger than the one before
     for lora in (False, True):
         found = np.array([rate(cls, n, lora) for n in sizes])
-        assert (.9 < found[1:]/found[:-1]).all() and (found[1:]/found[:-1] < 1.08).all()
+        assert (.9 < found[1:]/found[:-1]).all()
+        assert (found[1:]/found[:-1] < 1.08).all()
     assert rate(cls, 1.35e8, lora=True) == pytest.approx(10*rate(cls, 1.35e8), rel=.05)
 
 
@@ -56,9 +58,11 @@ def test_rates_are_the_worlds_and_the_literatures(cls, toy, low, high):
 def test_there_are_25_steps_where_there_can_be(base, tmp_path, examples):
     run = Run(DPOConfig(policy=of_size(tmp_path/'smol', 10**9), eval_split=''), dict(settings={}))
     settle(run, load_tokenizer(str(base/'sft')), [dict(instruction='a')]*examples)
-    batch_size, epochs = run.cfg.batch_size, run.cfg.epochs
+    batch_size = run.cfg.batch_size
+    epochs = run.cfg.epochs
     steps = epochs*-(-examples//batch_size)
-    assert 4 <= batch_size <= 32 and 1 <= epochs <= 3
+    assert 4 <= batch_size <= 32
+    assert 1 <= epochs <= 3
     assert steps >= 25 or (batch_size, epochs) == (4, 3)
     assert examples < 10_000 or (batch_size, epochs) == (32, 1)
 
@@ -85,7 +89,8 @@ def test_a_models_weights_are_counted_where_they_are(base, tmp_path, monkeypatch
     writer = gguf.GGUFWriter(tmp_path/'model.gguf', 'llama')
     for name, n in (('a.weight', 64), ('b.weight', 96)):   # each weight once, in any number of bits
         writer.add_tensor(name, np.zeros((2, n), np.float16))
-    for write in ('header', 'kv_data', 'tensors'): getattr(writer, f'write_{write}_to_file')()
+    for write in ('header', 'kv_data', 'tensors'):
+        getattr(writer, f'write_{write}_to_file')()
     writer.close()
     assert count_weights(str(tmp_path/'model.gguf')) == 320
     (tmp_path/'cut.gguf').write_bytes((tmp_path/'model.gguf').read_bytes()[:60])
@@ -106,16 +111,22 @@ def test_settings_have_numbers_as_soon_as_they_are_made(base, tmp_path, capsys):
     absent = DPOConfig(policy='some/model', lora_rank=8, beta=.2)
     assert (toy.learning_rate, toy.beta, toy.batch_size, toy.epochs) == (3e-4, .3, 32, 2)
     assert (toy.max_length, toy.max_prompt, toy.max_new_tokens) == (128, 64, 56)
-    assert 5e-6 < real.learning_rate < 3e-5 and real.beta == .1 and real.eval_temperature == .8
+    assert 5e-6 < real.learning_rate < 3e-5
+    assert real.beta == .1
+    assert real.eval_temperature == .8
     assert absent.learning_rate == 1e-5 and absent.beta == .2   # of 7 billion, with adapters
-    assert 'beta' in toy.left_open and 'beta' not in absent.left_open
-    assert toy.changed() == {} and set(absent.changed()) == {'policy', 'lora_rank', 'beta'}
+    assert 'beta' in toy.left_open
+    assert 'beta' not in absent.left_open
+    assert toy.changed() == {}
+    assert set(absent.changed()) == {'policy', 'lora_rank', 'beta'}
     assert DPOConfig(learning_rate=None).learning_rate == 3e-4
     reward = RewardModelConfig
     assert (reward().likelihood, reward(policy='some/model').likelihood) == (.2, 0.)
-    with pytest.raises(SystemExit): from_args(DPOConfig, ['--help'])
+    with pytest.raises(SystemExit):
+        from_args(DPOConfig, ['--help'])
     said = ' '.join(capsys.readouterr().out.split())
-    assert '(default: by size, 0.0003 for a toy,' in said and '25 steps; lengths fit 95 % of' in said
+    assert '(default: by size, 0.0003 for a toy,' in said
+    assert '25 steps; lengths fit 95 % of' in said
 
 
 def test_a_model_of_the_hub_is_counted_before_its_rate_is_taken(base, tmp_path, monkeypatch):
@@ -131,8 +142,9 @@ def test_a_model_of_the_hub_is_counted_before_its_rate_is_taken(base, tmp_path, 
     given = dict(policy='some/model', preferences=str(base/'annotators'))
     run = Run(RewardModelConfig(**given), dict(settings={}))
     assert run.cfg.learning_rate == 5e-6
-    for _ in range(2): settle(run, load_tokenizer(str(base/'sft')), load_records(
-        str(base/'annotators'), 'preferences', 'preference'))
+    for _ in range(2):
+        settle(run, load_tokenizer(str(base/'sft')), load_records(
+str(base/'annotators'), 'preferences', 'preference'))
     assert run.cfg.learning_rate == rate(RewardModelConfig, 135*10**6) > 3e-5
     assert asked == ['some/model']
 
@@ -147,10 +159,13 @@ def test_a_run_fits_what_was_left_open_to_its_data(base, tmp_path, capsys):
     settle(run, tokenizer, long)
     cfg = run.cfg
     assert len(pairs)*cfg.epochs/cfg.batch_size >= 25
-    assert cfg.max_prompt > 256 and cfg.max_length >= cfg.max_prompt + cfg.max_new_tokens
-    assert {*run.config['settings']} == {*cfg.left_open} and cfg.warmup == .2
+    assert cfg.max_prompt > 256
+    assert cfg.max_length >= cfg.max_prompt + cfg.max_new_tokens
+    assert {*run.config['settings']} == {*cfg.left_open}
+    assert cfg.warmup == .2
     said = capsys.readouterr().out
-    assert said.startswith('the first of 60 records') and said.count('learned, ') == 2
+    assert said.startswith('the first of 60 records')
+    assert said.count('learned, ') == 2
     assert '135M weights, 60 records, lora_rank 0' in said.splitlines()[-1]
     assert f'learning_rate {cfg.learning_rate:g}' in said
     # what was set stays
@@ -166,7 +181,8 @@ def test_lengths_fit_what_a_loss_is_only_measured_on(base, tmp_path):
     longer = [dict(instruction='Who?', output='A baker. '*200)]*40
     run = Run(SFTConfig(**given, eval_split=''), dict(settings={}))
     settle(run, load_tokenizer(str(base/'sft')), short, longer)
-    assert run.cfg.max_length > 400 and (run.cfg.batch_size, run.cfg.epochs) == (4, 3)
+    assert run.cfg.max_length > 400
+    assert (run.cfg.batch_size, run.cfg.epochs) == (4, 3)
 
 
 @pytest.mark.parametrize('seed', range(5))
@@ -178,14 +194,16 @@ def test_lengths_left_open_never_refuse_the_data_that_they_fit(base, tmp_path, s
         return [dict(instruction='a '*int(a), output='b '*int(b)) for a, b in lengths]
     sizes = rng.permutation([4, 30, 200, 1500]), rng.permutation([20, 60, 300, 900])
     sets = dict(zip(('sft', 'val', 'eval', 'apart'), map(rows, *sizes)))
-    for name, records in sets.items(): tiny.write(tmp_path/'data'/f'{name}.json', records)
+    for name, records in sets.items():
+        tiny.write(tmp_path/'data'/f'{name}.json', records)
     tokenizer = load_tokenizer(str(base/'sft'))
     run = Run(SFTConfig(policy=str(base/'sft'), data=str(tmp_path/'data')), dict(settings={}))
     settle(run, tokenizer, sets['sft'], sets['apart'])
     for name, records in sets.items():
         lengths = answers._token_counts(records, tokenizer=tokenizer, template='auto')
         for limit in ('max_prompt', 'max_length'):
-            if limit == 'max_length' and name in ('val', 'eval'): continue   # only answered
+            if limit == 'max_length' and name in ('val', 'eval'):
+                continue   # only answered
             check_limit(lengths[limit], getattr(run.cfg, limit), name, limit)
 
 
@@ -193,13 +211,15 @@ def test_a_split_that_nobody_reads_need_not_be_there(base, tmp_path, monkeypatch
     "PPO's val split without a judge, in a folder and in one file."
     rows = load_records(str(base/'world'), 'unlabeled', n=12)
     given = dict(policy=str(base/'sft'), reward_model=str(base/'reward_model'))
-    for name in ('unlabeled', 'eval'): tiny.write(tmp_path/'data'/f'{name}.json', rows)
+    for name in ('unlabeled', 'eval'):
+        tiny.write(tmp_path/'data'/f'{name}.json', rows)
     cfg = PPOConfig(**given, data=str(tmp_path/'data'))
     answers.preflight(cfg, cfg.splits)
     cfg = PPOConfig(**given, data=str(tmp_path/'data'/'eval.json'), eval_split='')
     answers.preflight(cfg, cfg.splits)
     cfg = PPOConfig(**given, data=str(tmp_path/'data'), annotators='alpaca_farm.world:pool')
-    with pytest.raises(FileNotFoundError, match='val_split'): answers.preflight(cfg, cfg.splits)
+    with pytest.raises(FileNotFoundError, match='val_split'):
+        answers.preflight(cfg, cfg.splits)
 
 
 def test_a_run_records_what_it_took_and_a_set_value_makes_another(base, tmp_path, capsys):
@@ -212,7 +232,8 @@ def test_a_run_records_what_it_took_and_a_set_value_makes_another(base, tmp_path
     assert config['settings']['epochs'] == cfg.epochs > 2   # of 60 pairs, eight a step
     assert {'learning_rate', 'beta', 'epochs'} <= {*config['left_open']}
     assert not {'learning_rate', 'beta', 'epochs'} & {*config['given']}
-    assert dpo.train(cfg).answered and dpo.train(DPOConfig(**given)).answered
+    assert dpo.train(cfg).answered
+    assert dpo.train(DPOConfig(**given)).answered
     assert dpo.start(DPOConfig(**given), dpo.train).cfg.epochs == cfg.epochs
     del given['out']
     assert is_fresh(cfg.out, given | dict(learning_rate=None))
@@ -252,9 +273,11 @@ def test_each_sign_of_trouble_is_told_once_and_only_then(later, warning, capsys)
     health(WELL | dict(loss=.9, chosen=-9., val_loss=.72))
     health(WELL | dict(kl=-.22, kl_standard_error=.2))   # of eight answers
     assert not health.warnings
-    for _ in range(2): health(dict(WELL, chosen=-9.) | later, 'step 3: ')
+    for _ in range(2):
+        health(dict(WELL, chosen=-9.) | later, 'step 3: ')
     found, = health.warnings.values()
-    assert warning in found and found.startswith('step 3: ')
+    assert warning in found
+    assert found.startswith('step 3: ')
     assert capsys.readouterr().out == found + '\n'
     figures = {re.sub('_(jump|ratio|rise|high)$', '', name) for name, *_ in CHECKS}
     assert figures <= {*WELL}
@@ -264,7 +287,8 @@ def test_pairs_known_by_heart_are_no_jump(capsys):
     "Beside others of the second pass that are not; in the first pass all are new."
     for epoch in (1, 2):
         health = Health()
-        for chosen in (0., 12., -1.): health(dict(chosen=chosen, epoch=epoch))
+        for chosen in (0., 12., -1.):
+            health(dict(chosen=chosen, epoch=epoch))
         assert len(health.warnings) == 2 - epoch
 
 
@@ -283,8 +307,11 @@ def test_weights_in_16_bits_that_cannot_move_are_told(base, tmp_path, rate, move
 def test_best_of_n_says_that_its_answers_are_cut_off(base, tmp_path, capsys):
     given = tiny.settings('best_of_n', base, out=str(tmp_path/'best'), max_new_tokens=2)
     summary = read_summary(best_of_n.run(best_of_n.BestOfNConfig(**given)).folder)
-    assert summary['ended'] < .5 and any('raise max_new_tokens' in w for w in summary['warnings'])
+    assert summary['ended'] < .5
+    assert any('raise max_new_tokens' in w for w in summary['warnings'])
     assert 'raise max_new_tokens' in capsys.readouterr().out
-    for _ in range(2): read_answers(given['out'])   # as a board does
+    for _ in range(2):
+        read_answers(given['out'])   # as a board does
     said = capsys.readouterr().out
-    for warning in summary['warnings']: assert said.count(f'{given["out"]}: {warning}\n') == 1
+    for warning in summary['warnings']:
+        assert said.count(f'{given["out"]}: {warning}\n') == 1

@@ -51,7 +51,8 @@ def test_kto_loss():
     def one(p, r, good):
         above = .5 * (p - r - .7)
         return good*1.3*(1 - sigmoid(above)) + (1 - good)*.6*(1 - sigmoid(-above))
-    policy, reference = randn(8), randn(8, seed=1)
+    policy = randn(8)
+    reference = randn(8, seed=1)
     good = torch.tensor([1., 0., 1., 1., 0., .5, .8, 0.], dtype=torch.float64)
     rows = zip(*(x.tolist() for x in (policy, reference, good)))
     z0 = torch.tensor(.7, dtype=torch.float64)
@@ -59,7 +60,8 @@ def test_kto_loss():
 
 
 def test_huge_margins_stay_finite():
-    far, o = torch.tensor([1e4, -1e4], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    far = torch.tensor([1e4, -1e4], dtype=torch.float64)
+    o = torch.zeros(2, dtype=torch.float64)
     same(dpo_loss(far, o, o, o, 1.), [0., 1e4])
     same(dpo_loss(far, o, o, o, 1., 'robust', label_smoothing=.25), [-.5e4, 1.5e4])
     same(simpo_loss(far, 1., 1.), [0., 1e4 + 1])
@@ -84,7 +86,8 @@ def first_batch(cfg):
 
 def brute(policy, prompt, answer):
     "The summed log-prob of an answer, token by token, alone in its batch."
-    with torch.no_grad(): logits = policy.model(torch.tensor([prompt + answer])).logits[0].double()
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([prompt + answer])).logits[0].double()
     logp = logits[len(prompt) - 1:].log_softmax(-1)
     return sum(logp[k, token].item() for k, token in enumerate(answer))
 
@@ -97,7 +100,8 @@ def moved(base, tmp_path_factory):
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in policy.model.parameters():
-            if p.ndim == 2: p += .05 * torch.randn(p.shape, generator=g)
+            if p.ndim == 2:
+                p += .05 * torch.randn(p.shape, generator=g)
     return policy
 
 
@@ -110,19 +114,25 @@ def test_a_step_is_the_loss_of_whole_answers(base, preferences, moved, tmp_path,
     reference, data, batch = first_batch(cfg)
     if name == 'kto':
         batch['baseline'] += (z0 := dpo.kto_baseline(moved, [data.mismatched_batch(1)]).item())
-    with torch.no_grad(): found = dpo.dpo_step(moved, batch, cfg)
-    want, at_first = [], None
+    with torch.no_grad():
+        found = dpo.dpo_step(moved, batch, cfg)
+    want = []
+    at_first = None
     for i in data.order[0]:
         (c, r), prompt = [a[i] for a in data.answers], data.prompts[i]
         sure = data.good[i, 0].item()
         pc, pr, rc, rr = (brute(m, prompt, a) for m in (moved, reference) for a in (c, r))
         if name == 'kto':
             a, b = (sigmoid(.1 * (p - ref - z0)) for p, ref in ((pc, rc), (pr, rr)))
-            right, wrong, at_first = .5*(1 - a + b), .5*(a + 1 - b), .5
+            right = .5*(1 - a + b)
+            wrong = .5*(a + 1 - b)
+            at_first = .5
         else:
             h = pc/len(c) - pr/len(r) if name == 'simpo' else (pc - rc) - (pr - rr)
             twin = twin_of(cfg)
-            right, wrong, at_first = twin(h), twin(-h), twin(0.)
+            right = twin(h)
+            wrong = twin(-h)
+            at_first = twin(0.)
         want.append(sure*right + (1 - sure)*wrong)
     want = torch.tensor(want, dtype=torch.float64)
     torch.testing.assert_close(found['loss'].double(), want, rtol=1e-4, atol=1e-4)
@@ -133,7 +143,8 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     "By brute force; the same however the batch is cut; never below 0."
     cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=24, loss_type='kto')
     reference, data, _ = first_batch(cfg)
-    rows, batch = data.order[0], data.mismatched_batch(1)
+    rows = data.order[0]
+    batch = data.mismatched_batch(1)
     pairs = list(zip(rows, dpo.mismatched_rows(rows, data.prompts)))
     assert all(data.prompts[i] != data.prompts[j] for i, j in pairs)
     ratios = [brute(moved, data.prompts[i], a[j]) - brute(reference, data.prompts[i], a[j])
@@ -149,7 +160,8 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     reference, data, _ = first_batch(several)
     for step in (1, 3, 5):   # each has mismatched answers of its own
         rows = data.order[step - 1]
-        i, j = rows[-1], dpo.mismatched_rows(rows, data.prompts)[-1]
+        i = rows[-1]
+        j = dpo.mismatched_rows(rows, data.prompts)[-1]
         want = [brute(reference, data.prompts[i], a[j]) for a in data.answers]
         found = data.mismatched_batch(step)['reference'][-1].tolist()
         assert found == pytest.approx(want, abs=1e-3)
@@ -180,12 +192,15 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     records, _, good = dpo.read_labels(cfg)
     labelled = read_json(preferences)[:3]
     preferred = [r['output_1' if r['preference'] < 1.5 else 'output_2'] for r in labelled]
-    assert [r['output_1'] for r in records] == preferred and good == [[1, 0]] * 3
+    assert [r['output_1'] for r in records] == preferred
+    assert good == [[1, 0]] * 3
     _, data, _ = first_batch(cfg)
     now = dpo.reference_logprobs(after, data.prompts, data.answers)
-    rise, log = now - data.reference, read_log(cfg.out)
+    rise = now - data.reference
+    log = read_log(cfg.out)
     assert (rise[:, 0] - rise[:, 1]).mean() > .2
-    assert log[-1]['loss'] < log[0]['loss'] and log[-1]['margin'] > log[0]['margin']
+    assert log[-1]['loss'] < log[0]['loss']
+    assert log[-1]['margin'] > log[0]['margin']
 
 
 @pytest.mark.slow
@@ -201,7 +216,8 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     log = read_log(cfg.out)
     assert data.good.flatten().tolist() == [float(r['label']) for r in rows]
-    assert log[0]['loss'] == pytest.approx(.5, abs=1e-6) and read_summary(cfg.out)['labels'] == 48
+    assert log[0]['loss'] == pytest.approx(.5, abs=1e-6)
+    assert read_summary(cfg.out)['labels'] == 48
     assert sum(r['chosen'] - r['rejected'] for r in log[-6:]) / 6 > .2
 
 
@@ -210,13 +226,15 @@ def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
     cfg = config(base, tmp_path/'a', held_out=12, eval_every=3, save_every=1, save_total_limit=2)
     run = dpo.train(cfg)
     _, data, _ = first_batch(cfg)
-    log, n = read_log(run.folder), len(read_log(run.folder))
+    log = read_log(run.folder)
+    n = len(read_log(run.folder))
     learned = {tuple(data.prompts[i]) for batch in data.order for i in batch}
     assert len(data.held_out) >= 12
     assert not learned & {tuple(data.prompts[i]) for i in data.held_out}
     assert [r['step'] for r in log if 'val_loss' in r] == sorted({*range(3, n + 1, 3), n})
     trained = load_policy(str(run.folder), cfg, train=True)
-    with torch.no_grad(): wanted = dpo.dpo_step(trained, data.labelled_batch(data.held_out), cfg)
+    with torch.no_grad():
+        wanted = dpo.dpo_step(trained, data.labelled_batch(data.held_out), cfg)
     assert log[-1]['val_loss'] == pytest.approx(wanted['loss'].mean().item(), rel=1e-5)
     accuracy = wanted['accuracy'].mean().item()
     assert read_summary(run.folder)['val_accuracy'] == pytest.approx(accuracy)
@@ -231,7 +249,8 @@ def test_a_fifth_is_held_out_as_of_a_reward_model_and_measured_before_and_after(
     cfg = config(base, tmp_path/'a', held_out=-1)
     run = dpo.train(cfg)
     _, data, _ = first_batch(cfg)
-    log, figures = read_log(run.folder), read_summary(run.folder)
+    log = read_log(run.folder)
+    figures = read_summary(run.folder)
     given = tiny.settings('reward_model', base, out=str(tmp_path/'b'), held_out=-1)
     apart = reward_model.load_preference_pairs(
         Run(reward_model.RewardModelConfig(**given), dict(settings={})))[1]
@@ -242,7 +261,8 @@ def test_a_fifth_is_held_out_as_of_a_reward_model_and_measured_before_and_after(
     assert figures['labels'] == len(records) - len(apart)
     assert figures['val_loss_before'] == pytest.approx(math.log(2), rel=1e-5)
     trained = load_policy(str(run.folder), cfg, train=True)
-    with torch.no_grad(): wanted = dpo.dpo_step(trained, data.labelled_batch(data.held_out), cfg)
+    with torch.no_grad():
+        wanted = dpo.dpo_step(trained, data.labelled_batch(data.held_out), cfg)
     assert figures['val_loss'] == pytest.approx(wanted['loss'].mean().item(), rel=1e-5)
     assert figures['val_accuracy'] == pytest.approx(wanted['accuracy'].mean().item())
     assert [r['step'] for r in log if 'val_loss' in r] == [len(log)]

@@ -114,7 +114,8 @@ def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
 @pytest.fixture
 def endpoint():
     faults = {'unparseable': {'p': 0, 'always_for': 'Say 4\\.'}}
-    with judge_server(faults=faults) as server: yield server
+    with judge_server(faults=faults) as server:
+        yield server
 
 
 DIFFERENT = sum(a != 'o'*(2*i) for i in range(12) for a in ('x'*(i + 1), 'y'*3))
@@ -129,11 +130,13 @@ def test_a_paid_judge_sees_both_orders_and_is_asked_once(tmp_path, endpoint):
     with pytest.raises(ValueError, match='mine under chatgpt: the budget .* run again'):
         run(tmp_path, **more, budget=.3)
     some = len(endpoint.requests())
-    assert 0 < some < 40 and not read_summary(tmp_path/'out')
+    assert 0 < some < 40
+    assert not read_summary(tmp_path/'out')
     summary = read_summary(run(tmp_path, **more).out)
     rows = read_board(tmp_path/'out'/'leaderboard_chatgpt.csv')
     requests = len(endpoint.requests())
-    assert requests == 2*DIFFERENT and summary['dollars'] > 0
+    assert requests == 2*DIFFERENT
+    assert summary['dollars'] > 0
     assert summary['chatgpt_unanswered'] == 1
     assert rows.loc['mine', ['n_total', 'n_unanswered']].tolist() == [11, 1]
     run(tmp_path, **more, out=str(tmp_path/'again'))
@@ -144,9 +147,12 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, endpoint):
     cfg = ev.EvalConfig(annotators=['alpaca_farm'], models=MODELS, base_url=endpoint.url,
                         store=str(tmp_path/'a.sqlite'), tries=3, out=str(tmp_path/'unused'))
     pool = load_annotators('alpaca_farm', cfg)
-    refs, outputs = answers(lambda i: ['x', 'yy'], 30), answers(lambda i: 'long enough', 30)
+    refs = answers(lambda i: ['x', 'yy'], 30)
+    outputs = answers(lambda i: 'long enough', 30)
     judged = judge_all(dict(reference=refs, mine=outputs), refs, dict(pool=pool))
-    assert set(judged) == {'pool'} and (judged['pool']['reference'] == 1.5).all()
+    assert set(judged) == {'pool'}
+    assert (judged['pool']['reference'] == 1.5).all()
     answered = judged['pool']['mine'][~np.isnan(judged['pool']['mine'])]
-    assert len(answered) > 5 and (answered == 2).all()
+    assert len(answered) > 5
+    assert (answered == 2).all()
     assert pool.annotators[0].client.tally.asked <= 3*30

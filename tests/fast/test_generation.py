@@ -25,7 +25,8 @@ def theirs(model, prompt, steps):
 @pytest.mark.slow
 def test_lora_and_checkpointing_change_nothing():
     from peft import LoraConfig, get_peft_model
-    prompts, plain = ragged(20), tokens(generate(policy('llama'), ragged(20), 1, 12, 0))
+    prompts = ragged(20)
+    plain = tokens(generate(policy('llama'), ragged(20), 1, 12, 0))
     config = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], init_lora_weights=False)
     model = get_peft_model(family('llama'), config).eval()
     found = [x for x, in tokens(generate(Policy(model.get_base_model()), prompts, 1, 12, 0))]
@@ -35,14 +36,17 @@ def test_lora_and_checkpointing_change_nothing():
     model = family('llama')
     model.gradient_checkpointing_enable()
     model.train()
-    assert tokens(generate(Policy(model), prompts, 1, 12, 0)) == plain and model.training
+    assert tokens(generate(Policy(model), prompts, 1, 12, 0)) == plain
+    assert model.training
 
 
 @pytest.mark.parametrize('prompts', [ragged(20), [[5] * 9, [6] * 9]], ids=['padded', 'alike'])
 def test_steps_that_a_gpu_can_replay_give_the_same_samples(monkeypatch, prompts):
     "Buffers grow several times, and rows are dropped; without padding the mask is needed as well."
     def sample(): return generate(policy('llama'), prompts, 2, 60)
-    expected, init, steps = sample(), generation.DecodingState.__init__, []
+    expected = sample()
+    init = generation.DecodingState.__init__
+    steps = []
 
     def fixed(self, *args, **given): init(self, *args, **given | dict(fixed=True))
     compute = generation._FixedStep.compute
@@ -50,14 +54,16 @@ def test_steps_that_a_gpu_can_replay_give_the_same_samples(monkeypatch, prompts)
     monkeypatch.setattr(generation._FixedStep, 'compute',
                         lambda self, state: steps.append(compute(self, state)))
     found = sample()
-    assert len(steps) > 40 and tokens(found) == tokens(expected)
+    assert len(steps) > 40
+    assert tokens(found) == tokens(expected)
     for a, b in zip(sum(found, []), sum(expected, [])):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
 def test_a_model_that_waits_for_its_figures_is_sampled_without_a_graph(monkeypatch):
     "Another error of a step is none of these, and is raised."
-    prompts, init = ragged(6), generation.DecodingState.__init__
+    prompts = ragged(6)
+    init = generation.DecodingState.__init__
     expected = tokens(generate(policy('llama'), prompts, 2, 30))
 
     def fixed(self, *args, **given): init(self, *args, **given | dict(fixed=True))

@@ -33,8 +33,10 @@ def test_five_models_that_differ_show_the_difficulty_and_missing_verdicts_are_le
     assert (lc.length_controlled(p, length, base, list('abcde')).difficulty == 'board').all()
     # the reference against itself does not count
     four = lc.length_controlled(np.vstack([p[:4], np.full(N, 1.5)]), length, base, list('abcde'))
-    assert (four.difficulty == 'no').all() and four.lc_standard_error.isna().all()
-    assert four.difficulty_effect.isna().all() and (four.lc_low < four.lc_high)[:4].all()
+    assert (four.difficulty == 'no').all()
+    assert four.lc_standard_error.isna().all()
+    assert four.difficulty_effect.isna().all()
+    assert (four.lc_low < four.lc_high)[:4].all()
     p[0, ::3] = np.nan
     board = lc.length_controlled(p, length, base, list('abcde'))
     assert np.isfinite(board[['length_controlled_winrate', 'lc_low', 'lc_high']].to_numpy()).all()
@@ -58,8 +60,10 @@ def test_published_values(board):
                                 columns(lambda r: len(r['output_1'])), list(rows))
     for m, row in ours.iterrows():
         there = shipped.loc[m]
-        if board == 'ae1': assert row.lc_low < there.length_controlled_winrate < row.lc_high
+        if board == 'ae1':
+            assert row.lc_low < there.length_controlled_winrate < row.lc_high
         else:
             rates = there.win_rate, there.length_controlled_winrate, row.length_controlled_winrate
             assert rates[0] < rates[1] < rates[2] < 50
-    assert (ours.difficulty == 'no').all() and (ours.n_total == 805).all()
+    assert (ours.difficulty == 'no').all()
+    assert (ours.n_total == 805).all()

@@ -45,23 +45,29 @@ each_group = pytest.mark.parametrize('kind', GROUPS)
 def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
     "Ratio 1, KL 0, nothing clipped; one forward pass of the same batch gives the ratio exactly."
     cfg = config(base, kind, temperature=temperature, kl_coef=.1)
-    policy, value = models.policy, ppo.value_model(cfg, models.policy)
+    policy = models.policy
+    value = ppo.value_model(cfg, models.policy)
     samples = generate(policy, models.prompts, max_new_tokens=12,
                        temperature=temperature)
     tokens = [s.tokens for s, in samples]
     batch = rollout_batch(models.prompts, tokens, models.tokenizer.pad_token_id)
     done, figures = ppo.experience(policy, policy, value, batch, torch.arange(16.), cfg)
-    assert figures['kl'] == 0. and done['advantages'].abs().sum() > 0
-    on, mask = done['response'].bool(), done['response']
+    assert figures['kl'] == 0.
+    assert done['advantages'].abs().sum() > 0
+    on = done['response'].bool()
+    mask = done['response']
     sampled = torch.tensor([p for s, in samples for p in s.logprobs])
     torch.testing.assert_close(done['old_logp'][on], sampled, rtol=0, atol=1e-5)
     with torch.no_grad():
         whole, other = (ppo.ppo_loss(policy, value, {k: v[rows] for k, v in done.items()}, cfg)
                         for rows in (range(8), [1, 14, 7]))   # the first as `experience` cut it
-    assert (whole['ratio'] == 1).all() and (whole['approx_kl'] == 0).all()
+    assert (whole['ratio'] == 1).all()
+    assert (whole['approx_kl'] == 0).all()
     for parts, m in ((whole, mask[:8]), (other, mask[[1, 14, 7]])):
-        assert (parts['ratio'] - 1).abs().max() < 1e-5 and parts['approx_kl'].abs().max() < 1e-5
-        assert parts['clip_fraction'].sum() == 0 and parts['value_clip_fraction'].sum() == 0
+        assert (parts['ratio'] - 1).abs().max() < 1e-5
+        assert parts['approx_kl'].abs().max() < 1e-5
+        assert parts['clip_fraction'].sum() == 0
+        assert parts['value_clip_fraction'].sum() == 0
         assert all((v.isfinite() & (v.abs() < 1e6)).all() for v in parts.values())
     torch.testing.assert_close(whole['policy_loss'], -done['advantages'][:8], rtol=0, atol=1e-6)
 
@@ -76,7 +82,8 @@ def moved(policy):
     "A copy of a policy with other weights."
     other = copy.deepcopy(policy)
     with torch.no_grad():
-        for p in other.model.parameters(): p.mul_(1.1)
+        for p in other.model.parameters():
+            p.mul_(1.1)
     return other
 
 
@@ -91,7 +98,9 @@ def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
     assert 'old_logp' not in rollout(models, dataclasses.replace(cfg, dtype='bfloat16'))
     reference = moved(models.policy)
     assert reads_packed(models.policy)   # which takes passes when it is asked first
-    passes, trunk, scores = [], models.policy.model.base_model, torch.linspace(-1, 1, 16)
+    passes = []
+    trunk = models.policy.model.base_model
+    scores = torch.linspace(-1, 1, 16)
     forward = trunk.forward
     monkeypatch.setattr(trunk, 'forward', lambda *a, **k: passes.append(1) or forward(*a, **k))
     def counted(b, kl_coef=0.):
@@ -112,7 +121,8 @@ def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_a_policy_that_is_its_reference_has_no_kl(base, tmp_path, monkeypatch, dtype):
     "Whatever the precision: the KL is 0; with one reward at the end, returns are constant."
-    seen, experience = [], ppo.experience
+    seen = []
+    experience = ppo.experience
     monkeypatch.setattr(ppo, 'experience', lambda *a: seen.append(experience(*a)) or seen[-1])
     ppo.train(config(base, '', out=str(tmp_path/'ppo'), dtype=dtype, steps=1, eval_split='',
                      save_every=0))
@@ -149,11 +159,15 @@ def test_a_group_of_equal_rewards_has_no_advantage(kind):
 def test_whitening_leaves_groups_of_equal_rewards_at_zero(base, models, kind):
     "It is over the tokens of the other groups."
     cfg = config(base, kind, kl_coef=0.)
-    batch, scores, n = rollout(models, cfg), torch.linspace(-1, 1, 16), cfg.group_size
+    batch = rollout(models, cfg)
+    scores = torch.linspace(-1, 1, 16)
+    n = cfg.group_size
     scores[:n] = .1
     done, figures = ppo.experience(models.policy, models.policy, None, batch, scores, cfg)
-    flat, others = done['advantages'][:n], done['advantages'][n:]
-    assert not flat.any() and figures['frac_reward_zero_std'] == n/16
+    flat = done['advantages'][:n]
+    others = done['advantages'][n:]
+    assert not flat.any()
+    assert figures['frac_reward_zero_std'] == n/16
     assert masked_mean(others, done['response'][n:]).abs() < 1e-5
     assert abs(masked_var(others, done['response'][n:]) - 1) < 1e-3
 
@@ -163,7 +177,10 @@ def test_whitening_leaves_groups_of_equal_rewards_at_zero(base, models, kind):
 @pytest.mark.parametrize('flat, kl_coef', [(2, 0.), (1, .2)])   # at first all KL is rounding
 def test_a_step_without_spread_changes_nothing(base, tmp_path, kind, flat, kl_coef, monkeypatch):
     "No update is made, so that weights and moments stay; the log says which steps are such."
-    scores, update, updates, seen = ppo.rollout_scores, Trainer.update, [], []
+    scores = ppo.rollout_scores
+    update = Trainer.update
+    updates = []
+    seen = []
     def flat_at_one_step(*given):
         found, figures = scores(*given)
         seen.append(found)
@@ -187,7 +204,8 @@ def test_a_step_without_spread_changes_nothing(base, tmp_path, kind, flat, kl_co
 
 def brute_advantages(kind, rewards, size):
     "Advantages of the tokens of answers, whose rewards are lists, that are `size` to a prompt."
-    if kind == 'reinforce++': return [[sum(r[t:]) for t in range(len(r))] for r in rewards]
+    if kind == 'reinforce++':
+        return [[sum(r[t:]) for t in range(len(r))] for r in rewards]
     totals = [sum(r) for r in rewards]
     groups = [totals[at:at + size] for at in range(0, len(totals), size)]
     return [[TWINS[kind](i % size, groups[i//size])]*len(r) for i, r in enumerate(rewards)]
@@ -198,28 +216,35 @@ def brute_advantages(kind, rewards, size):
 def test_advantages_without_a_value_model(base, models, kind, average):
     "From the penalties of the tokens and the scores, and what each token weighs in the loss."
     cfg = config(base, kind, kl_coef=.3, whiten_advantages=False, average=average)
-    batch, scores, reference = rollout(models, cfg), torch.arange(16.).cos(), moved(models.policy)
+    batch = rollout(models, cfg)
+    scores = torch.arange(16.).cos()
+    reference = moved(models.policy)
     assert ppo.value_model(cfg, models.policy) is None
     done, _ = ppo.experience(models.policy, reference, None, batch, scores, cfg)
     on = batch['response'].bool()
-    with torch.no_grad(): ref = ppo.logprobs(reference, batch)
+    with torch.no_grad():
+        ref = ppo.logprobs(reference, batch)
     rewards = [(-.3*(done['old_logp'] - ref)[i][on[i]]).tolist() for i in range(16)]
-    for r, score in zip(rewards, scores.tolist()): r[-1] += score
+    for r, score in zip(rewards, scores.tolist()):
+        r[-1] += score
     wanted = brute_advantages(kind, rewards, cfg.group_size)
     for i, answer in enumerate(wanted):
         assert done['advantages'][i][on[i]].tolist() == pytest.approx(answer, abs=1e-4)
         weight = 1/len(answer) if average == 'answer' else 1
         assert done['weight'][i][on[i]].tolist() == pytest.approx([weight]*len(answer))
-    assert not done['advantages'][~on].any() and not done['weight'][~on].any()
+    assert not done['advantages'][~on].any()
+    assert not done['weight'][~on].any()
 
 
 @pytest.mark.parametrize('value', [.1, 1000.1, -1e6/7])
 def test_scores_without_spread_keep_their_unit(value):
     "In a rollout and on a bank: divided by rounding, the next score would be huge."
-    answers, scale = [dict(instruction='a', output='b', ended=True)]*15, {}
+    answers = [dict(instruction='a', output='b', ended=True)]*15
+    scale = {}
     def reward(records): return [value]*len(records)
     flat, _ = rollout_scores(reward, answers, scale, OnlineConfig())
-    assert scale['reward_std'] == 1 and flat.abs().max() <= abs(value)*1e-6
+    assert scale['reward_std'] == 1
+    assert flat.abs().max() <= abs(value)*1e-6
     score, on_bank = standard_reward(reward, [dict(instruction='a', output=['b']*15)]*7)
     assert np.abs([*on_bank.flat, *score(answers)]).max() <= abs(value)*1e-6
 
@@ -229,7 +254,8 @@ def test_marks_are_parts_of_the_utility_in_its_unit():
     world = World('', utility='test_losses:_letters', marks='test_losses:_parts')
     bank = [dict(instruction='a', output=['b b', 'ccc', 'd']), dict(instruction='e', output=['', 'b', 'cc b'])]
     marks, on_bank = standard_marks(world, bank)
-    assert on_bank['utility'].mean() == pytest.approx(0) and on_bank['utility'].std() == pytest.approx(1)
+    assert on_bank['utility'].mean() == pytest.approx(0)
+    assert on_bank['utility'].std() == pytest.approx(1)
     assert on_bank['words'].std() == pytest.approx(1)
     assert np.allclose(on_bank['b'] + on_bank['other'], on_bank['utility'])
     assert marks([dict(output='ccc')])['utility'] == pytest.approx(on_bank['utility'][0, 1])

@@ -28,7 +28,8 @@ def test_states_of_packed_batches(name, side):
         0, side)
     packed = pack(**batch, window=attention_window(model))
     tokens = sum(len(p) + sum(map(len, answers)) for p, answers in TREE)
-    assert packed.ids.shape == (1, tokens) and tokens < .5*batch['ids'].numel()
+    assert packed.ids.shape == (1, tokens)
+    assert tokens < .5*batch['ids'].numel()
     with torch.no_grad():
         states = hidden_states(model, **batch)
         for i, (p, a) in enumerate(zip(PROMPTS, ANSWERS)):
@@ -65,10 +66,12 @@ def test_other_families_read_padded_batches(name):
 
 def test_a_window_of_attention_is_no_shorter_than_a_row():
     model = tiny.policy('mistral', sliding_window=8)
-    assert attention_window(model) == 8 and reads_packed(model)
+    assert attention_window(model) == 8
+    assert reads_packed(model)
     batch = collate(PROMPTS, ANSWERS, 0)
     assert pack(**batch, window=8) is None
-    with torch.no_grad(): states = hidden_states(model, **batch)
+    with torch.no_grad():
+        states = hidden_states(model, **batch)
     torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4,
                                atol=1e-4)
 
@@ -78,15 +81,18 @@ def test_the_trial_is_made_in_full_precision(monkeypatch):
     def states(model, packed):
         return mixed.append(torch.is_autocast_enabled('cpu')) or packed_states(model, packed)
     monkeypatch.setattr(core_packing, 'packed_states', states)
-    with torch.autocast('cpu', torch.bfloat16): assert reads_packed(tiny.policy('llama'))
+    with torch.autocast('cpu', torch.bfloat16):
+        assert reads_packed(tiny.policy('llama'))
     assert mixed == [False]
 
 
 @pytest.mark.parametrize('checkpointed', [False, True])
 def test_gradients(checkpointed, monkeypatch):
-    model, batch = tiny.policy('llama'), collate(PROMPTS, ANSWERS, 0)
+    model = tiny.policy('llama')
+    batch = collate(PROMPTS, ANSWERS, 0)
     assert reads_packed(model)
-    if checkpointed: checkpoint_layers(model.model)
+    if checkpointed:
+        checkpoint_layers(model.model)
     weights = torch.linspace(-1, 1, len(PROMPTS))
     def gradients(packs, finished=False):
         monkeypatch.setattr(core_models, 'reads_packed', lambda model: packs)

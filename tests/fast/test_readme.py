@@ -27,7 +27,8 @@ for p in sorted((tiny.ROOT/'nbs').rglob('*.ipynb')):
         PAGES[p.stem] = '\n\n'.join(''.join(c['source'])
                                     for c in json.loads(p.read_text())['cells'] if c['cell_type']
                                     == 'markdown')
-README, MAKEFILE = PAGES['README.md'], (tiny.ROOT/'Makefile').read_text()
+README = PAGES['README.md']
+MAKEFILE = (tiny.ROOT/'Makefile').read_text()
 FENCE = re.compile(r'^ *```(\w*)\n(.*?)^ *```', re.S | re.M)
 
 
@@ -44,7 +45,8 @@ def commands(text):
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, or a value of another type."
     path = next((tiny.ROOT/'nbs').rglob(f'{notebook}.ipynb'))
-    if 'default_exp' in path.read_text(): return tiny.check_settings(notebook, settings)
+    if 'default_exp' in path.read_text():
+        return tiny.check_settings(notebook, settings)
     refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))   # it exports nothing
 
 
@@ -59,18 +61,21 @@ def check(command):
                    for w in words[1:] if '=' not in w)
     elif words[0] == 'papermill':
         path = tiny.ROOT/words[1]
-        assert path.is_file() and words[2].endswith('.ipynb')
+        assert path.is_file()
+        assert words[2].endswith('.ipynb')
         check_settings(path.stem, tiny.given(words))
     else:
         module = next(w for w in words[words.index('-m') + 1:] if not w.startswith('-'))
-        if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
+        if not module.startswith('alpaca_farm.'):
+            return importlib.import_module(module)
         options = words[words.index(module) + 1:]
         # a notebook, then -g setting values..., -p setting value
         if module == 'alpaca_farm.core.run.jobs':
             text = re.sub(r'--\S+ \S+', '', ' '.join(options[1:]))
             parts = re.split('-[pg] ', text)[1:]
             for name, *values in map(str.split, parts):
-                for value in values: check_settings(options[0], {name: value})
+                for value in values:
+                    check_settings(options[0], {name: value})
             return
         if '-f' in options:
             file = tiny.ROOT/options.pop(options.index('-f') + 1)
@@ -86,10 +91,13 @@ def check(command):
 def test_commands_have_notebooks_targets_and_settings(page):
     wrong = {}
     for command in commands(PAGES[page]):
-        try: check(command)
-        except Exception as e: wrong[command] = repr(e)
+        try:
+            check(command)
+        except Exception as e:
+            wrong[command] = repr(e)
     assert wrong == {}
-    if page == 'README.md': assert len(commands(README)) >= 10
+    if page == 'README.md':
+        assert len(commands(README)) >= 10
 
 
 @pytest.mark.parametrize('page', MARKDOWN)
@@ -97,7 +105,8 @@ def test_snippets_run_and_links_lead_somewhere(page):
     for language, block in FENCE.findall(PAGES[page]):
         if language == 'python' and not re.match('# .*, behind ', block):   # test_contributing's
             exec(block, {})
-        if language == 'yaml': yaml.safe_load(block)
+        if language == 'yaml':
+            yaml.safe_load(block)
         if language == 'diff':   # of DPO: lines that are there, and lines that can be added
             before, after = (''.join(l[1:] for l in block.splitlines(True) if l[0] != sign)
                              for sign in '+-')
@@ -122,7 +131,8 @@ def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):
     (tmp_path/'my_module.py').write_text('''
 def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for p in pairs]''')
     def here(value):
-        if isinstance(value, list): return list(map(here, value))
+        if isinstance(value, list):
+            return list(map(here, value))
         return str(tmp_path/value) if '/' in str(value) else value
     made = []
     for words in map(shlex.split, commands(PAGES['data.md'])):
@@ -136,7 +146,8 @@ def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for 
         lead = len(r['output_1']) - len(r['output_2'])
         assert not lead or r['preference'] == 2 - (lead > 0)
     board = (made[4]/'leaderboard.csv').read_text()
-    assert 'my_dpo' in board and read_summary(made[4])
+    assert 'my_dpo' in board
+    assert read_summary(made[4])
 
 
 COMING = PAGES['coming_from.md']
@@ -146,12 +157,14 @@ def test_commands_beside_theirs_are_within_bounds(command):
     "The settings fit each other too; what they read need not be there."
     words = shlex.split(command)
     name = words[1].rpartition('/')[2].removesuffix('.ipynb')
-    if name == 'pretrained': return   # it exports nothing, and has no bounds
+    if name == 'pretrained':
+        return   # it exports nothing, and has no bounds
     cls = tiny.config_class(name)
     inputs = {*cls.inputs} - {'annotators'}
     said = tiny.given(words)
     settings = {k: v for k, v in said.items() if k not in inputs or not v}
-    if said.get('samples'): settings['samples'] = 'nbs'
+    if said.get('samples'):
+        settings['samples'] = 'nbs'
     if 'rrhf' in settings:
         settings['rrhf'] = [s for s in settings['rrhf'] if not s.startswith('policy=')]
     cls(**settings)
@@ -166,7 +179,8 @@ def test_settings_beside_their_options_exist(heading):
     rows = [r.split('|')[2] for r in table.splitlines() if r.startswith('| ')
             and not r.startswith(('| TRL', '| AlpacaFarm |', '| RRHF |'))]
     values = {'auto', 'k1', 'grpo'}   # no settings there
-    if ' ' in notebooks: values |= {'data', 'preferences', 'candidates'}
+    if ' ' in notebooks:
+        values |= {'data', 'preferences', 'candidates'}
     named = [[n for n in re.findall(r'`([a-z_]+(?:: [^`]+)?)`', r) if n not in values]
              for r in rows]
     assert any(named)
@@ -202,7 +216,8 @@ print(json.dumps(found))"""
 def test_the_record_of_trls_settings_is_right(version):
     "Beside the TRL that `make bench` has installed."
     folder = tiny.ROOT/'runs'/'bench'/f'trl-{version}'
-    if not folder.exists(): pytest.skip(f'no TRL {version} here')
+    if not folder.exists():
+        pytest.skip(f'no TRL {version} here')
     command = [sys.executable, '-c', SIGNATURES, *TRL[version]]
     said = subprocess.check_output(command, env=tiny.environment(PYTHONPATH=str(folder)), text=True)
     assert json.loads(said.splitlines()[-1]) == TRL[version]
@@ -218,6 +233,7 @@ def test_names_on_the_side_of_trl_are_its(heading, table):
     for classes in TRL.values():
         for name, settings in classes.items():
             kind = re.sub(r'.*\.|Config$|Trainer$', '', name)
-            if not own or kind in [*own, 'ScriptArguments']: allowed.update(settings.split())
+            if not own or kind in [*own, 'ScriptArguments']:
+                allowed.update(settings.split())
     cells = ' '.join(re.sub(r'\(.*?\)', '', row.split(' | ')[0]) for row in table.splitlines())
     assert {*re.findall(r'`([a-z]\w*)(?:=[^`]*)?`', cells)} - allowed == set()

@@ -6,7 +6,8 @@ from alpaca_farm import real
 
 def test_a_crowd_sees_what_the_pool_overlooks():
     words = real.WordModel(['the cat sat on the mat', 'the dog ran'])
-    right, wrong = 'The cat sat.', 'The cat sat on the mat and the dog ran there. ' * 3
+    right = 'The cat sat.'
+    wrong = 'The cat sat on the mat and the dog ran there. ' * 3
     asked = [f'Why? {real.CONDITIONS[c][0]}' for c in ('short', 'sentence')]
     pairs = [dict(instruction=i, output_1=wrong, output_2=right) for i in asked]
     crowd, pool = (real.sample_judges(n, words, seed=3) for n in ('crowd', 'pool'))

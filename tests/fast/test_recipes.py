@@ -82,12 +82,14 @@ def test_papers_values_are_the_papers(name):
     config = config_of(NOTEBOOKS.get(name, name))()
     used = {k: recipe.get(k, getattr(config, k)) for k in PUBLISHED[name]}
     assert {k: (v, PUBLISHED[name][k]) for k, v in used.items() if v != PUBLISHED[name][k]} == {}
-    if 'steps' in recipe: assert round(recipe['warmup'] * recipe['steps']) == 5
+    if 'steps' in recipe:
+        assert round(recipe['warmup'] * recipe['steps']) == 5
 
 
 def test_the_table_of_runs_and_the_farm_give_settings_that_exist():
     "A misspelt or moved setting would otherwise show after hours, when its run starts."
-    for job in farm_jobs(FarmConfig()): fits(job.notebook, job.settings)
+    for job in farm_jobs(FarmConfig()):
+        fits(job.notebook, job.settings)
     for name, row in recipes().items():
         fits(row['notebook'], row['settings'] | row['reads'])
         assert set(row['reads'].values()) <= set(recipes()), name

@@ -38,9 +38,10 @@ def config(base, out, **more):
 def test_loss(eps):
     "Against the formulae of the papers, in float64: a label and a margin for each pair."
     def one(lead, target, margin):
-        nll = lambda z: -math.log((1 - eps)*sigmoid(z) + eps*sigmoid(-z))
+        def nll(z): return -math.log((1 - eps)*sigmoid(z) + eps*sigmoid(-z))
         return target*nll(lead - margin) + (1 - target)*nll(-lead - margin)
-    a, b = randn(9), randn(9, seed=1)
+    a = randn(9)
+    b = randn(9, seed=1)
     target, margin = (torch.linspace(0, most, 9, dtype=torch.float64) for most in (1, 3))
     want = [one(*x) for x in zip(*(v.tolist() for v in (a - b, target, margin)))]
     torch.testing.assert_close(pairwise_loss(a, b, target, margin, eps),
@@ -52,7 +53,8 @@ def test_huge_leads_stay_finite():
     for more in (dict(flip_rate=.1), dict(margin=3.), {}):
         loss = pairwise_loss(far, -far, **more)
         slope, = torch.autograd.grad(loss.sum(), far)
-        assert loss.isfinite().all() and slope.isfinite().all()
+        assert loss.isfinite().all()
+        assert slope.isfinite().all()
 
 
 def test_scores_that_are_equal_keep_their_unit(base, tmp_path):
@@ -93,15 +95,17 @@ def both_parts(policy, record):
 @pytest.mark.parametrize('k', [0, 1])
 def test_likelihood_is_a_part_of_the_score(base, likely, k):
     "As it was saved; in its unit, and as a judge; without it a score is the head."
-    folder, answers = likely[k], likely[2]
+    folder = likely[k]
+    answers = likely[2]
     cfg = config(base, folder)
     model = load_scalar(folder, cfg)
     tokenizer = model.tokenizer
     assert model.config.likelihood == C
     heads, logp = map(np.array, zip(*(both_parts(model, r) for r in answers)))
     wanted = heads + C*logp
-    assert logp.std() * C > .1 and np.abs(heads).max() > 1e-4
-    scores = lambda: score_records(model, answers, standardise=False)
+    assert logp.std() * C > .1
+    assert np.abs(heads).max() > 1e-4
+    def scores(): return score_records(model, answers, standardise=False)
     assert scores() == pytest.approx(wanted, abs=1e-4)
     unit = (wanted - wanted.mean()) / wanted.std()
     assert reward(folder, cfg)(answers) == pytest.approx(unit, abs=1e-3)
@@ -130,8 +134,10 @@ def test_several_reward_models(base, likely):
     loaded[specs[1]].config.reads_end = False
     apart = 2*np.array(reward(specs, cfg, loaded=loaded)(answers)) - wanted[0]
     assert np.abs(apart - wanted[1]).max() > 1e-3
-    with torch.no_grad(): loaded[specs[1]].score.weight.fill_(float('nan'))
-    with pytest.raises(ValueError, match='finite'): reward(specs, cfg, loaded=loaded)(answers)
+    with torch.no_grad():
+        loaded[specs[1]].score.weight.fill_(float('nan'))
+    with pytest.raises(ValueError, match='finite'):
+        reward(specs, cfg, loaded=loaded)(answers)
 
 
 def test_values_are_those_of_the_head_alone(base, likely):
@@ -144,13 +150,16 @@ def test_values_are_those_of_the_head_alone(base, likely):
     with torch.no_grad():
         found = values(value_model(cfg, Policy(torch.nn.Module())), batch)
         head = model.score(hidden_states(model, batch['ids'], batch['mask'])).squeeze(-1)
-    chosen, want = batch['response'][:, 1:].bool(), head[:, :-1] / model.config.reward_std
+    chosen = batch['response'][:, 1:].bool()
+    want = head[:, :-1] / model.config.reward_std
     torch.testing.assert_close(found[:, 1:][chosen], want[chosen], atol=1e-5, rtol=0)
-    assert model.config.reward_mean < -1 and found.abs().max() < .5
+    assert model.config.reward_mean < -1
+    assert found.abs().max() < .5
 
 
 def saved(folder, *parts):
-    for part in parts: part.save_pretrained(folder)
+    for part in parts:
+        part.save_pretrained(folder)
     return str(folder)
 
 
@@ -173,7 +182,8 @@ def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
     tokenizer = policy.tokenizer
     policy.model.lm_head.weight = torch.nn.Parameter(policy.model.lm_head.weight.detach().roll(1, 0))
     policy.config.tie_word_embeddings = says
-    for part in (policy.model, tokenizer): part.save_pretrained(tmp_path/'untied')
+    for part in (policy.model, tokenizer):
+        part.save_pretrained(tmp_path/'untied')
     given = dict(policy=str(tmp_path/'untied'))
     with pytest.raises(ValueError, match='likelihood = 0.3: .*untied'):
         rm.train(config(base, tmp_path/'rm', likelihood=C, **given))
@@ -199,9 +209,11 @@ def test_embeddings_that_are_tied_in_the_files(base, tmp_path, says):
         weights['lm_head.weight'] = weights['model.embed_tokens.weight'].clone()
         save_file(weights, f'{tied}/model.safetensors', dict(format='pt'))
     given = config(base, tmp_path/'rm', likelihood=C, policy=tied)
-    if says: assert read_json(rm.train(given).folder/'model'/'config.json')['likelihood'] == C
+    if says:
+        assert read_json(rm.train(given).folder/'model'/'config.json')['likelihood'] == C
     else:
-        with pytest.raises(ValueError, match='untied'): rm.train(given)
+        with pytest.raises(ValueError, match='untied'):
+            rm.train(given)
         with pytest.raises(ValueError, match='lack the weights lm_head'):
             load_policy(given.policy, given)
 
@@ -218,7 +230,8 @@ def test_scores_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, kind):
     model = load_scalar(cfg.out, cfg)
     tokenizer = model.tokenizer
     head = load_file(tmp_path/'rm'/'model'/'model.safetensors')['score.weight']
-    assert model.model.dtype == torch.bfloat16 and torch.equal(model.score.weight, head)
+    assert model.model.dtype == torch.bfloat16
+    assert torch.equal(model.score.weight, head)
     assert (head.bfloat16() != head).any()
     words = load_records(str(base/'world'), 'unlabeled')
     answers = [dict(r, output=f'{i} is it') for i, r in enumerate(words)]
@@ -228,11 +241,14 @@ def test_scores_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, kind):
     for train in (False, True):
         part = load_scalar(cfg.out, cfg, train=train)
         with torch.no_grad(), part.on():
-            found, states = sequence_scores(part, *given), hidden_states(part, *given)
-        each, response = states.float() @ part.score.weight[0].float(), batch['response']
+            found = sequence_scores(part, *given)
+            states = hidden_states(part, *given)
+        each = states.float() @ part.score.weight[0].float()
+        response = batch['response']
         last = (batch['mask'] * torch.arange(each.shape[1])).argmax(1)
         want = each[torch.arange(8), last]
-        if kind == 'mean': want = (each * response).sum(1) / response.sum(1)
+        if kind == 'mean':
+            want = (each * response).sum(1) / response.sum(1)
         torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
@@ -245,7 +261,8 @@ def test_first_layers(base, tmp_path, rank):
     config_ = type(policy.config)(**policy.config.to_dict() | dict(num_hidden_layers=2))
     deep = type(policy.model)(config_)
     deep.load_state_dict(policy.model.state_dict(), strict=False)
-    for part in (deep, tokenizer): part.save_pretrained(tmp_path/'deep')
+    for part in (deep, tokenizer):
+        part.save_pretrained(tmp_path/'deep')
     held_out = rm.load_preference_pairs(Run(cfg, dict(settings={})))[1]
     answers = [dict(r, output=r['output_1']) for r in held_out]
     scores = []
@@ -258,7 +275,8 @@ def test_first_layers(base, tmp_path, rank):
 
 def test_answers_in_several_pairs_are_read_once(base, tmp_path, monkeypatch):
     "Losses and gradients are those of the pairs one by one."
-    cfg, read = config(base, tmp_path), []
+    cfg = config(base, tmp_path)
+    read = []
     model = load_scalar(cfg.policy, cfg, 'normal', train=True)
     tokenizer = model.tokenizer
     answers, (prompt,) = [[5, 6, 2], [7, 2], [8, 9, 5, 2]], [[4, 3]]

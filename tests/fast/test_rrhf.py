@@ -32,15 +32,19 @@ def brute(p, r, reduction):
 @pytest.mark.parametrize('reduction', ['sum', 'mean'])
 @pytest.mark.parametrize('ties', [False, True])
 def test_rank_loss(reduction, ties):
-    p, r, sizes = randn(7, 6), randn(7, 6, seed=1), [6, 1, 2, 5, 6, 3, 4]
-    if ties: r = r.round()
+    p = randn(7, 6)
+    r = randn(7, 6, seed=1)
+    sizes = [6, 1, 2, 5, 6, 3, 4]
+    if ties:
+        r = r.round()
     mask = torch.tensor([[i < n for i in range(6)] for n in sizes])
     want = [brute(a[:n], b[:n], reduction) for a, b, n in zip(p.tolist(), r.tolist(), sizes)]
     wanted = torch.tensor(want, dtype=torch.float64)
     for hidden in (0., 1e6, float('nan'), float('inf')):  # what the mask hides does not matter
         found = rrhf_loss(p.masked_fill(~mask, hidden), r.masked_fill(~mask, 7.), mask, reduction)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-    assert want[1] == 0 and sum(want) > 0
+    assert want[1] == 0
+    assert sum(want) > 0
     order = torch.randperm(6)
     again = rrhf_loss(p[:, order], r[:, order], mask[:, order], reduction)
     torch.testing.assert_close(again, found)
@@ -49,12 +53,14 @@ def test_rank_loss(reduction, ties):
 @pytest.fixture(scope='module')
 def some(base, models):
     "Twelve queries of two or three scored candidates, their prompts, and a configuration."
-    cfg, rng = config(base), np.random.default_rng(0)
+    cfg = config(base)
+    rng = np.random.default_rng(0)
     loaded, left_out = rrhf._load_queries(Run(cfg, dict(settings={})), models.tokenizer)
     queries, prompts = zip(*loaded)
     queries = [select_candidates(q, [0, 1] if i % 3 else range(len(q['output'])))
                for i, q in enumerate(queries[:12])]
-    assert left_out < 10 and {len(q['output']) for q in queries} == {2, 3}
+    assert left_out < 10
+    assert {len(q['output']) for q in queries} == {2, 3}
     # a small reward model's scores are mostly the policy's own likelihoods, all in order
     queries = [dict(q, scores=rng.normal(size=len(q['output'])).tolist()) for q in queries]
     return queries, prompts[:12], cfg
@@ -81,9 +87,10 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
     "Ragged k, batches of any size, any padding: the same losses."
     (queries, prompts, _), cfg = some, config(base, **more)
     want = [by_hand(models.policy, models, q, p, cfg) for q, p in zip(queries, prompts)]
-    whole, pad = rrhf_batch([*zip(queries, prompts)], models.tokenizer), torch.nn.functional.pad
+    whole = rrhf_batch([*zip(queries, prompts)], models.tokenizer)
+    pad = torch.nn.functional.pad
     wider = {k: pad(v, (0, 9)) if v.ndim == 3 else v for k, v in whole.items()}
-    room = lambda v: (0, 0)*(v.ndim - 2) + (0, 2)
+    def room(v): return (0, 0)*(v.ndim - 2) + (0, 2)
     wider = {k: pad(v, room(v)) if v.ndim > 1 else v for k, v in wider.items()}
     for batch in (whole, wider):
         found = rrhf_step(models.policy, batch, cfg)
@@ -92,7 +99,8 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
             torch.testing.assert_close(found[name].float(), each, rtol=1e-4, atol=1e-4)
         total = cfg.rrhf_weight*found['rank'] + found['nll']
         torch.testing.assert_close(found['loss'], total)
-    assert found['rank'].max() > 0 and ((0 <= found['accuracy']) & (found['accuracy'] <= 1)).all()
+    assert found['rank'].max() > 0
+    assert ((0 <= found['accuracy']) & (found['accuracy'] <= 1)).all()
 
 
 def run(base, out, **more):
@@ -116,7 +124,8 @@ def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, tmp_path)
     assert log[0]['loss'] == pytest.approx(log[0]['rank'] + log[0]['nll'], rel=1e-5)
     assert {'kl', 'length', 'ended', 'reward', 'perplexity', 'sample_std'} <= set(summary)
     assert summary['labels'] == read_summary(base/'reward_model')['labels']
-    assert summary['sample_mean'] < summary['sample_max'] and summary['queries'] == len(pool)
+    assert summary['sample_mean'] < summary['sample_max']
+    assert summary['queries'] == len(pool)
 
 
 def brevity(records): return [-float(len(r['output'].split())) for r in records]
@@ -125,15 +134,19 @@ def brevity(records): return [-float(len(r['output'].split())) for r in records]
 @pytest.mark.slow
 def test_ranks_are_learned(base, tmp_path):
     "By heart: pairs come into order. Imitation holds the likelihood of the best."
-    rows, file = read_json(base/'world'/'sft.json'), tmp_path/'pairs.json'
+    rows = read_json(base/'world'/'sft.json')
+    file = tmp_path/'pairs.json'
     pairs = [dict(r, output_1=r['output'], output_2=s['output'], preference=1 + i % 2)
              for i, (r, s) in enumerate(zip(rows, rows[1:])) if brevity([r]) != brevity([s])]
     more = dict(candidates=write(file, pairs), max_instances=8, epochs=40, learning_rate=2e-3,
                 eval_split='', reward_model='test_rrhf:brevity')
     ranked, _ = run(base, tmp_path/'ranked', rrhf_weight=1e4, **more)
     both, _ = run(base, tmp_path/'both', rrhf_weight=10., **more)
-    assert ranked[0]['accuracy'] < .8 and ranked[-1]['accuracy'] > .95 and ranked[-1]['rank'] < .01
-    assert both[-1]['accuracy'] > .9 and both[-1]['nll'] < min(both[0]['nll'], ranked[-1]['nll'])
+    assert ranked[0]['accuracy'] < .8
+    assert ranked[-1]['accuracy'] > .95
+    assert ranked[-1]['rank'] < .01
+    assert both[-1]['accuracy'] > .9
+    assert both[-1]['nll'] < min(both[0]['nll'], ranked[-1]['nll'])
 
 
 def pools(folder, *steps):
@@ -147,7 +160,8 @@ def test_new_candidates_are_of_the_policy_as_it_has_become(base, tmp_path):
     first, second = pools(tmp_path/'a', 2)
     of = lambda pool, own: [t for q in pool for t, s in zip(q['output'], q['source'])
                             if (s == 'policy') == own]
-    assert len(of(first, True)) > 20 and not set(of(first, True)) & set(of(second, True))
+    assert len(of(first, True)) > 20
+    assert not set(of(first, True)) & set(of(second, True))
     assert set(of(first, False)) == set(of(second, False))
     assert all(q['source'].index('policy') == 0 and len(q['output']) == 5 for q in first)
 
@@ -168,7 +182,8 @@ def test_own_candidates(base, models, decoding, groups):
         given = models.policy, [{}]*6, models.prompts[:6]
         return [d['output'] for d in rrhf._add_own_candidates(*given, cfg, 0)]
     plain = drawn()
-    assert all(len(x) == 4 for x in plain) and sum(len(set(x)) for x in plain) > 18
+    assert all(len(x) == 4 for x in plain)
+    assert sum(len(set(x)) for x in plain) > 18
     assert (drawn(temperature=.5) == plain) == (decoding != 'sample')
     if groups > 1:
         assert all(len(set(x)) == 1 for x in drawn(diversity_penalty=0.))
@@ -180,7 +195,8 @@ def test_own_samples_are_learned_from_as_drawn(base, models, tmp_path):
     anew = 0
     for q in read_json(tmp_path/'a'/'candidates.json'):
         own = [decode(t, models.tokenizer) for t in q['tokens']]
-        assert len(own) == q['source'].count('policy') and own == q['output'][:len(own)]
+        assert len(own) == q['source'].count('policy')
+        assert own == q['output'][:len(own)]
         ids = encode_responses(own, models.tokenizer, q['ended'][:len(own)])
         batch = rrhf_batch([(q, [5]*4)], models.tokenizer)
         for k, drawn in enumerate(q['tokens']):
@@ -192,9 +208,11 @@ def test_own_samples_are_learned_from_as_drawn(base, models, tmp_path):
 @pytest.mark.parametrize('size, steps', [(1, range(1, 17)), (8, (1, 2))])
 def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch, size, steps):
     "Where all that was drawn is the same: counted, and not imitated; a step may have no other."
-    draw, batch, shown = rrhf._add_own_candidates, rrhf.rrhf_batch, []
+    draw = rrhf._add_own_candidates
+    batch = rrhf.rrhf_batch
+    shown = []
     def equal(*args):
-        twice = lambda q: q | {k: q[k][:1]*2 for k in (*LISTS, 'tokens')}
+        def twice(q): return q | {k: q[k][:1]*2 for k in (*LISTS, 'tokens')}
         return [twice(q) if i % 2 else q for i, q in enumerate(draw(*args))]
     def watched(queries, *args): return shown.extend(queries) or batch(queries, *args)
     monkeypatch.setattr(rrhf, '_add_own_candidates', equal)
@@ -203,17 +221,20 @@ def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch, si
                        max_instances=16, eval_split='', missing_eos='')
     pool = read_json(tmp_path/'a'/'candidates.json')
     assert summary['single'] == sum(len(q['output']) == 1 for q in pool) >= 8
-    assert {len(q['output']) for q, _ in shown} == {2} and len(shown) == 16 - summary['single']
+    assert {len(q['output']) for q, _ in shown} == {2}
+    assert len(shown) == 16 - summary['single']
     assert [r['step'] for r in log] == list(steps)   # a skipped step too
     assert sum('loss' in r for r in log) == (len(shown) if size == 1 else 2)
 
 
 def test_perplexity(models):
     "Text by itself after the start token; newlines are spaces, nothing is one space."
-    texts, tokenizer = ['A snail can hide.', 'Good luck!', 'Go.\nGo.', ''], models.tokenizer
+    texts = ['A snail can hide.', 'Good luck!', 'Go.\nGo.', '']
+    tokenizer = models.tokenizer
     for text, ppl in zip(texts, rrhf.perplexities(models.policy, texts)):
         shown = text.replace('\n', ' ') or ' '
         ids = [tokenizer.bos_token_id, *tokenizer(shown, add_special_tokens=False)['input_ids']]
-        with torch.no_grad(): logits = models.policy.model(torch.tensor([ids])).logits[0]
+        with torch.no_grad():
+            logits = models.policy.model(torch.tensor([ids])).logits[0]
         logp = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
         assert ppl == pytest.approx(math.exp(-logp.mean().item()), rel=1e-4)

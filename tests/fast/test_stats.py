@@ -25,7 +25,8 @@ def test_win_rate_is_alpaca_evals(kind, rng):
     for n in (2, 7, 805):
         p = dict(hard=rng.choice([1., 2.], n), ties=rng.choice([1., 1.5, 2.], n),
                  soft=rng.uniform(1, 2, n))[kind]
-        theirs, ours = metrics.pairwise_to_winrate(preferences=p.tolist()), stats.win_rate(p)
+        theirs = metrics.pairwise_to_winrate(preferences=p.tolist())
+        ours = stats.win_rate(p)
         assert {k: theirs[k] for k in ours} == pytest.approx(ours, abs=1e-9)
 
 

@@ -50,23 +50,28 @@ def agree(a, b, pairs): return two_votes_agree(a.each(pairs), b.each(pairs))
 
 # Requests
 def test_parse_inverts_render():
-    for spec in EVERY: assert request_of(render(spec)) == spec
+    for spec in EVERY:
+        assert request_of(render(spec)) == spec
 
 
 @pytest.mark.slow
 def test_the_share_of_contested_facts_is_a_setting_and_misleads_all_but_experts():
-    shares, every = (0., .3, .6, 1.), EVERY[::6]
+    shares = (0., .3, .6, 1.)
+    every = EVERY[::6]
     count = [sum(contested(s, share) for s in FACTS.values()) for share in shares]
-    assert count[0] == 0 and count == sorted({*count})
+    assert count[0] == 0
+    assert count == sorted({*count})
     careless, skilled = ([worth(answered(every, Author(skill, 1., share))) for share in shares]
                          for skill in (.3, 1.))
-    assert careless == sorted(careless, reverse=True) and skilled == pytest.approx([6.4]*4)
+    assert careless == sorted(careless, reverse=True)
+    assert skilled == pytest.approx([6.4]*4)
 
 
 @pytest.mark.parametrize('behaviour', BEHAVIOURS)
 @pytest.mark.parametrize('minds', [-1., -.5, 0., .5, 1.])
 def test_what_authors_do_shows_what_is_wanted_only_as_far_as_they_mind(behaviour, minds):
-    rng, specs = random.Random(3), sample_requests(3000)
+    rng = random.Random(3)
+    specs = sample_requests(3000)
     done = np.array([Author(minds=minds).does(s, behaviour, rng) for s in specs])
     wanted = np.array([s['asker'] in WANTED[behaviour] for s in specs])
     assert abs(done[wanted].mean() - done[~wanted].mean() - minds) < .06
@@ -159,26 +164,33 @@ def variance_of(group, pairs, same=False, flips=0.):
     rng = np.random.default_rng(0)
     p = group.each(pairs) - 1
     who = rng.permuted(np.tile(np.arange(p.shape[1]), (len(pairs), 1)), axis=1)[:, :4]
-    if same: who = np.repeat(who[:, :1], 4, 1)
+    if same:
+        who = np.repeat(who[:, :1], 4, 1)
     votes = (rng.random(who.shape) < np.take_along_axis(p, who, 1)) ^ (rng.random(who.shape) < flips)
     return variance(1. + votes.T)
 
 
 def test_one_member_varies_half_as_much_as_four_and_flips_make_the_pool_as_variable():
     "AlpacaFarm: .34 among people, and .15 for GPT-4 asked again."
-    pairs, found = sample_pairs(1000), []
+    pairs = sample_pairs(1000)
+    found = []
     for seed in range(3):
-        people, judges = crowd.sample_crowd(seed), crowd.sample_pool(seed)
+        people = crowd.sample_crowd(seed)
+        judges = crowd.sample_pool(seed)
         found.append([variance_of(people, pairs), variance_of(people, pairs, same=True),
                       variance_of(judges, pairs, same=True), variance_of(judges, pairs),
                       variance_of(judges, pairs, flips=crowd.FLIPS)])
     four, one, judge, pool, flipped = np.mean(found, 0)
-    assert .4 < one/four < .6 and .3 < four < .37 and judge < .18
-    assert pool < four - .03 and abs(flipped - four) < .03
+    assert .4 < one/four < .6
+    assert .3 < four < .37
+    assert judge < .18
+    assert pool < four - .03
+    assert abs(flipped - four) < .03
 
 
 def test_correctness_counts_as_much_as_taste_and_answers_to_another_thing_lose():
-    rng, specs = random.Random(0), sample_requests(300)
+    rng = random.Random(0)
+    specs = sample_requests(300)
     usual = [Author(rng.betavariate(2, 2)) for _ in range(4)]
     answers = [[a.answer(s, rng) for a in usual] for s in specs]
     parts = np.array([[marks(render(s)['instruction'], o) for o in row] for s, row in zip(specs, answers)])
@@ -200,7 +212,8 @@ def test_prose_tells_the_truth():
         first, *more = re.findall(r'[^ .][^.]*\.', describe(random.Random(seed)))
         article, animal, rest = first.split(' ', 2)
         true = details('home', animal) + details('food', animal)
-        assert {f'It {rest}', *more} <= {*true} and article == ('An' if animal[0] in 'ao' else 'A')
+        assert {f'It {rest}', *more} <= {*true}
+        assert article == ('An' if animal[0] in 'ao' else 'A')
         question, reply = re.findall('"([^"]*)"', talk(random.Random(seed)))
         assert marks(f'I am late. {question}', reply)[0] == 1
 
@@ -240,9 +253,12 @@ def test_what_is_wrong_in_a_file_of_annotators_is_named(tmp_path, path, value):
     crowd.write_population(tmp_path/'pool.json', crowd.pool)
     content = part = read_json(tmp_path/'pool.json')
     *way, last = path
-    for name in way: part = part[name]
-    if value is None: del part[last]
-    else: part[last] = value
+    for name in way:
+        part = part[name]
+    if value is None:
+        del part[last]
+    else:
+        part[last] = value
     write_json(tmp_path/'pool.json', content)
     where = ', '.join(map(str, path))
     with pytest.raises(ValueError, match=rf'pool\.json .*\({where}: ') as e:

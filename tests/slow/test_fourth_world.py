@@ -38,14 +38,16 @@ def test_a_world_of_one_file_runs_on_the_whole_farm(sums, monkeypatch, capsys):
     (sums/'tiny.json').write_text(json.dumps(tiny.FARM))
     cfg = FarmConfig(world=str(sums/'world'), size=str(sums/'tiny.json'), device='cpu')
     run = farm.run(cfg)
-    assert cfg.runs == f'{cfg.world}_runs' and str(run.folder) == f'{cfg.runs}/farm'
+    assert cfg.runs == f'{cfg.world}_runs'
+    assert str(run.folder) == f'{cfg.runs}/farm'
     board = pd.read_csv(run.folder/'leaderboard.csv', index_col='method')
     trained = {f'{m}{end}' for m in methods() for end in ('', '_crowd')}
     ways = {'likeliest of 4', 'longest of 4', 'best of 4 by the utility', 'bag of words',
             'bag of words_crowd'}
     rows = trained | ways | {'sft', 'base model', 'greedy SFT', 'an expert'}
     assert rows <= {*board.index} <= rows | {'one suffix for all'}
-    assert {'crowd', 'pool', 'utility'} < {*board} and (board.loc[[*trained], 'labels'] > 0).all()
+    assert {'crowd', 'pool', 'utility'} < {*board}
+    assert (board.loc[[*trained], 'labels'] > 0).all()
     assert board.utility.idxmax() in ('an expert', 'best of 4 by the utility')
     parts = pd.read_csv(run.folder/'parts.csv')
     assert {*parts.part} == {'right', 'digits', 'length', 'utility'}
@@ -54,12 +56,14 @@ def test_a_world_of_one_file_runs_on_the_whole_farm(sums, monkeypatch, capsys):
     assert ' has no ' not in capsys.readouterr().out
     flips = [read_json(f'{cfg.runs}/annotators{end}/config.json')['settings']['label_flip']
              for end in ('', '_crowd')]
-    assert flips == [.1, 0] and 'crowd_groups' in read_summary(run.folder)
+    assert flips == [.1, 0]
+    assert 'crowd_groups' in read_summary(run.folder)
 
 
 def test_a_world_without_a_crowd_has_no_runs_on_its_labels(sums, tmp_path):
     "Nor SFT where its policy is given, nor what reads a run that is left out."
-    for file in (sums/'world').glob('*.json'): (tmp_path/file.name).write_bytes(file.read_bytes())
+    for file in (sums/'world').glob('*.json'):
+        (tmp_path/file.name).write_bytes(file.read_bytes())
     content = dict(base='', policy=str(sums/'world'/'model'), crowd='', sizes=dict(candidates=None))
     write_json(tmp_path/'world.json', read_json(tmp_path/'world.json') | content)
     jobs = {j.out.rpartition('/')[2]: j for j in farm_jobs(FarmConfig(world=str(tmp_path)))}

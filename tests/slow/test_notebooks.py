@@ -32,7 +32,9 @@ FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model')
 
 def own(f):
     "Settings of the notebooks that are run here, on the farm's runs in the folder `f`."
-    world, sft, references = f'{f}/world', f'{f}/sft', f'{f}/references'
+    world = f'{f}/world'
+    sft = f'{f}/sft'
+    references = f'{f}/references'
     return dict(
         rlcd=dict(data=world, policy=world, task=f'{tiny.ROOT}/tests/data/task.yaml',
                   max_instances=12, chunk=8),
@@ -129,10 +131,12 @@ def test_the_farm_in_the_real_world(made, monkeypatch):
     chosen = board.loc[['likeliest of 3', 'shortest of 3', 'best_of_n']]
     assert board.loc['best of 3 by the utility'].utility >= chosen.utility.max()
     parts = pd.read_csv(run.folder/'parts.csv')
-    assert {*parts.part} == {'kept', 'kept_new', 'fluency', 'utility'} and parts.notna().all(None)
+    assert {*parts.part} == {'kept', 'kept_new', 'fluency', 'utility'}
+    assert parts.notna().all(None)
     pool, crowd = (read_json(folder/'real_runs'/f'annotators{end}'/'preferences.json')
                    for end in ('', '_crowd'))
-    assert [p['output_1'] for p in pool] == [p['output_1'] for p in crowd] and pool != crowd
+    assert [p['output_1'] for p in pool] == [p['output_1'] for p in crowd]
+    assert pool != crowd
     prompts = [p['instruction'] for p in pool]
     assert len(prompts) > 3*len({*prompts})   # all pairs of four answers
 
@@ -145,14 +149,17 @@ def test_notebook_executes(made, name):
     cells = nbformat.read(folder/f'{FARMED.get(name, name)}.ipynb', 4).cells
     code = [c for c in cells if c.cell_type == 'code' and c.source.strip()]
     by_run = [c for c in cells if is_needed(c) and c.source.strip()]   # without demonstrations
-    assert all(c.execution_count for c in (code if name in WHOLE else by_run)) and len(by_run) >= 5
+    assert all(c.execution_count for c in (code if name in WHOLE else by_run))
+    assert len(by_run) >= 5
     assert [o for c in code for o in c['outputs'] if o['output_type'] == 'error'] == []
     for c in code:
         assert len(c['outputs']) <= 6, 'a live line leaves one output behind'
-        for o in c['outputs']: assert 'Traceback' not in str(o.get('text', ''))
+        for o in c['outputs']:
+            assert 'Traceback' not in str(o.get('text', ''))
     if name != 'pretrained':
         out = folder/FARMED.get(name, name)
-        assert read_summary(out) and not list(out.rglob('.*'))
+        assert read_summary(out)
+        assert not list(out.rglob('.*'))
         assert all(k in read_json(out/'config.json')
                    for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
         assert {'cpu_seconds', 'seconds', 'peak_memory_gb'} <= set(read_summary(out))
@@ -173,7 +180,8 @@ def test_study_executes(made, sizes, name):
     if name == 'ppo_single':
         where = dict(sft=str(folder/'sft'/'model'), prompts=str(folder/'world'/'unlabeled.json'),
                      reward_model=str(folder/'reward_model'/'model'), out=str(folder/name/'model'))
-    if name == 'regret': where = dict(folders=[str(folder)]*2)   # one replicate for two
+    if name == 'regret':
+        where = dict(folders=[str(folder)]*2)   # one replicate for two
     given = (STUDIES | TOUR)[name] | where
     notebook = name if name in TOUR else f'studies/{name}'
     status, output = forked(notebook, folder/f'{name}.ipynb', given)
@@ -186,7 +194,8 @@ def table(path): return list(csv.DictReader(open(path)))
 
 
 def test_farm_leaves_its_board(made):
-    farm_, rows = made[0]/'farm', table(made[0]/'farm'/'leaderboard.csv')
+    farm_ = made[0]/'farm'
+    rows = table(made[0]/'farm'/'leaderboard.csv')
     by = {r['method']: r for r in rows}
     baselines = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4', 'bag of words',
                  'bag of words_crowd', 'best of 4 by the utility', 'best without labels',
@@ -195,7 +204,8 @@ def test_farm_leaves_its_board(made):
     assert {'sft', *baselines, *trained} == set(by)
     assert {r['method'] for r in rows if r['kind'] == 'baseline'} == baselines
     assert by['sft']['kind'] == 'reference'
-    best, longest = by['best of 4 by the utility'], by['longest of 4']
+    best = by['best of 4 by the utility']
+    longest = by['longest of 4']
     assert float(best['utility']) >= max(float(r['utility']) for r in (longest, by['sft']))
     assert float(longest['length']) >= float(best['length'])
     assert {r['trained_on'] for r in rows} == {'', 'pool', 'crowd'}
@@ -208,7 +218,8 @@ def test_farm_leaves_its_board(made):
             assert 0 <= low <= rate <= high <= 100
     short = short_board(str(farm_))
     baselines -= {'base model', 'longest of 4', 'an expert', 'bag of words_crowd'}
-    assert {*short.index} == {*methods(), *baselines} and short.shape[1] == 5
+    assert {*short.index} == {*methods(), *baselines}
+    assert short.shape[1] == 5
     for m, row in short.iterrows():
         for name, column in ((m, 'held-out crowd'), (f'{m}_crowd', 'labels: crowd')):
             shown = float(by[name]['crowd']) if name in by else None
@@ -241,7 +252,9 @@ def test_a_misspelt_parameter_fails_before_any_work(base, tmp_path):
     "What else is wrong with settings is tested without a notebook."
     given = tiny.settings('ppo', base, out=str(tmp_path/'out'), kl_coff=.1)
     status, said = executed('ppo', tmp_path/'a.ipynb', given)
-    assert status and 'Did you mean kl_coef?' in said and not (tmp_path/'out').exists()
+    assert status
+    assert 'Did you mean kl_coef?' in said
+    assert not (tmp_path/'out').exists()
 
 
 def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
@@ -253,17 +266,22 @@ def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
                 [bad]),
             Job(good, 'annotators', tiny.settings('annotators', base))]
     failed = run_jobs(jobs, 2)
-    assert len(failed) == 2 and 'bad.ipynb, cell ' in failed[0]
+    assert len(failed) == 2
+    assert 'bad.ipynb, cell ' in failed[0]
     assert '(nbs/annotators.ipynb)' in failed[0]
-    assert "row 0: the field 'output' is missing" in failed[0] and f'{bad} is missing' in failed[1]
-    assert read_summary(good)['labels'] == 60 and not read_summary(bad) and read_log(bad) == []
+    assert "row 0: the field 'output' is missing" in failed[0]
+    assert f'{bad} is missing' in failed[1]
+    assert read_summary(good)['labels'] == 60
+    assert not read_summary(bad)
+    assert read_log(bad) == []
     assert run_jobs(jobs[2:], 2) == []
 
 
 def test_what_a_run_warns_of_is_in_its_notebook_and_summary_and_told_by_its_job(base, tmp_path,
                                                                                capfd):
     "The run's cell ends in a semicolon; its first step is warned of, the others are not."
-    out, settings = str(tmp_path/'run'), tiny.settings('ppo', base, max_new_tokens=1)
+    out = str(tmp_path/'run')
+    settings = tiny.settings('ppo', base, max_new_tokens=1)
     assert run_jobs([Job(out, 'ppo', settings)], 1) == []
     warning = 'step 1: more than half of the answers never end: raise max_new_tokens'
     assert read_summary(out)['warnings'].count(warning) == 1
@@ -286,7 +304,8 @@ def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
     given = tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]
     shown = tiny.show_results(name, tiny.config(name, **given))
-    assert len(shown) > 1 and "'runs/" not in ''.join(shown)
+    assert len(shown) > 1
+    assert "'runs/" not in ''.join(shown)
 
 
 def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch):
@@ -295,11 +314,13 @@ def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch
     for platform in ('linux', 'darwin'):
         execution.warm_server.cache_clear()
         monkeypatch.setattr(execution.sys, 'platform', platform)
-        context, out = execution.warm_server(), tmp_path/platform
+        context = execution.warm_server()
+        out = tmp_path/platform
         assert context.get_start_method() == dict(linux='forkserver', darwin='spawn')[platform]
         status, output = forked('sft', tmp_path/f'{platform}.ipynb',
                                 tiny.settings('sft', base, out=str(out)))
         assert status == 0, output
         runs.append([row['loss'] for row in read_log(out)])
     execution.warm_server.cache_clear()
-    assert runs[0] == runs[1] and len(runs[0]) > 2
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 2

@@ -42,12 +42,14 @@ def ran(folder, notebook, **settings):
 
 
 def test_a_bank_at_another_temperature_is_refused(base, tmp_path):
-    for name in ('bank', 'references'): ran(tmp_path/name, 'best_of_n', temperature=.5)
+    for name in ('bank', 'references'):
+        ran(tmp_path/name, 'best_of_n', temperature=.5)
     cfg = OverConfig(out=str(tmp_path/'out'), policy=str(base/'sft'), bank=str(tmp_path/'bank'),
                      world=str(base/'world'),
                      references=str(tmp_path/'references'), proxies=[str(base/'reward_model')],
                      policies=[str(base/'sft')])
-    with pytest.raises(ValueError, match='temperature = 1.0'): overoptimization.run(cfg)
+    with pytest.raises(ValueError, match='temperature = 1.0'):
+        overoptimization.run(cfg)
 
 
 def test_adam_is_adam(tmp_path):
@@ -64,7 +66,9 @@ def test_adam_is_adam(tmp_path):
     run = start(cfg, test_adam_is_adam)
     trainer = Trainer(run, 5, dict(model=Policy(model)))
     x = 1e-3*torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    w, m, v = model.weight.detach()[0].tolist(), [0.]*3, [0.]*3
+    w = model.weight.detach()[0].tolist()
+    m = [0.]*3
+    v = [0.]*3
     for t in range(1, 6):
         trainer.step = t
         trainer.update(dict(weight=torch.ones(1), x=x[t - 1:t]),
@@ -80,7 +84,8 @@ def test_adam_is_adam(tmp_path):
 def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     "A pair has one label; prompts that are too long, and missing verdicts, do not count."
     base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
-    choose, seen = CheckpointSelector(None, OnlineConfig()), []
+    choose = CheckpointSelector(None, OnlineConfig())
+    seen = []
     choose.base = base
     def measure(answered, preferences):
         answers = [dict(instruction=i, input='', output=[f'new {i}']) for i in answered]
@@ -94,7 +99,8 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     assert measure('ca', [2., 2.]) == (100., 2)
     assert seen == [('base a', 'new a'), ('base c', 'new c')]
     assert measure('abc', [2., None, 2.]) == (100., 2)
-    with pytest.raises(ValueError, match='no verdict'): measure('abc', [None]*3)
+    with pytest.raises(ValueError, match='no verdict'):
+        measure('abc', [None]*3)
 
 
 def test_a_checkpoint_is_chosen_by_single_labels_that_count(base, tmp_path):
@@ -102,9 +108,12 @@ def test_a_checkpoint_is_chosen_by_single_labels_that_count(base, tmp_path):
     more = dict(steps=2, eval_every=1, eval_split='')
     last, chosen = (tiny.run('ppo', base, tmp_path/f'{k}', annotators=who, **more).folder
                     for k, who in enumerate(('', 'alpaca_farm.world:pool')))
-    assert PPOConfig().annotators == '' and read_summary(last)['best_step'] == 2
-    labels, counted = read_summary(last)['labels'], [r['val_labels'] for r in read_log(chosen)]
-    assert 0 < max(counted) <= 8 and read_summary(chosen)['labels'] == labels + sum(counted)
+    assert PPOConfig().annotators == ''
+    assert read_summary(last)['best_step'] == 2
+    labels = read_summary(last)['labels']
+    counted = [r['val_labels'] for r in read_log(chosen)]
+    assert 0 < max(counted) <= 8
+    assert read_summary(chosen)['labels'] == labels + sum(counted)
     for r in read_log(chosen):   # of eight labels, ties counting half
         assert (r['val_win_rate']/100*8*2) % 1 == 0
 
@@ -148,13 +157,16 @@ def test_a_finished_run_is_answered_again_without_training(base, tmp_path, noteb
     def train(name, **settings):
         return tiny.run(notebook, base, tmp_path/name/'run', **more | settings).folder
     other = dict(eval_instances=7)
-    if notebook != 'binary_feedback': other['eval_temperature'] = .5
-    fresh, folder = train('fresh', **other), train('again')
+    if notebook != 'binary_feedback':
+        other['eval_temperature'] = .5
+    fresh = train('fresh', **other)
+    folder = train('again')
     weights, log = ((folder/n).read_bytes() for n in ('model/model.safetensors', 'log.jsonl'))
     monkeypatch.setattr(Trainer, 'update', lambda *_: pytest.fail('trained again'))
     assert train('again', **other) == folder
     assert (folder/'outputs.json').read_bytes() == (fresh/'outputs.json').read_bytes()
-    ours, theirs = read_summary(folder), read_summary(fresh)
+    ours = read_summary(folder)
+    theirs = read_summary(fresh)
     assert set(ours) == set(theirs)
     assert all(ours[k] == pytest.approx(v, abs=1e-5, nan_ok=True) for k, v in theirs.items()
                if 'seconds' not in k and 'memory' not in k)
@@ -177,10 +189,13 @@ def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypa
         return (made.folder/'candidates.json').read_bytes()
     append = answers.append_lines
     def torn(path, size, records):
-        if not size: return append(path, size, records)
-        with open(path, 'ab') as f: f.write(b'{"instruction": "a"}\n{"output": ["cut sh')
+        if not size:
+            return append(path, size, records)
+        with open(path, 'ab') as f:
+            f.write(b'{"instruction": "a"}\n{"output": ["cut sh')
         raise KeyboardInterrupt
     monkeypatch.setattr(answers, 'append_lines', torn)
-    with pytest.raises(KeyboardInterrupt): run('torn')
+    with pytest.raises(KeyboardInterrupt):
+        run('torn')
     monkeypatch.setattr(answers, 'append_lines', append)
     assert run('torn') == run('whole')

@@ -18,7 +18,8 @@ def refused(base, tmp_path, monkeypatch):
     def step(*_, **__): raise AssertionError('a step was made')
     monkeypatch.setattr(training.Trainer, 'update', step)
     def holds(name, message, error=ValueError, **given):
-        with pytest.raises(error, match=message): tiny.run(name, base, tmp_path/'out', **given)
+        with pytest.raises(error, match=message):
+            tiny.run(name, base, tmp_path/'out', **given)
         assert not (tmp_path/'out').exists()
     return holds
 
@@ -33,7 +34,8 @@ def test_a_policy_is_no_reward_model(base, refused):
     "Its head would be random."
     cfg = sft.SFTConfig(device='cpu')
     for load in (lambda: load_scalar(str(base/'sft'), cfg), lambda: reward(str(base/'sft'), cfg)):
-        with pytest.raises(ValueError, match=f"{base}/sft holds a policy"): load()
+        with pytest.raises(ValueError, match=f"{base}/sft holds a policy"):
+            load()
     with pytest.raises(ValueError, match='a reward model, not a policy'):
         load_policy(str(base/'reward_model'), cfg)
     refused('ppo', 'not a reward model', reward_model=str(base/'sft'))
@@ -51,7 +53,8 @@ def test_another_vocabularys_value_model_starts_from_the_policy(base, models, tm
     assert 'another vocabulary than the policy' in capsys.readouterr().out
     assert not value.score.weight.any()
     value = ppo.value_model(ppo.PPOConfig(**tiny.settings('ppo', base)), models.policy)
-    assert not capsys.readouterr().out and value.score.weight.any()
+    assert not capsys.readouterr().out
+    assert value.score.weight.any()
 
 
 CONTRADICTIONS = dict(   # of a generation_config; the last is refused by transformers itself
@@ -81,10 +84,12 @@ def test_a_model_that_can_be_read_can_be_saved_or_is_refused_first(
         base, tmp_path, policy_that, capsys, kind, name, more):
     "Whether an end of turns, tokens of control or nothing is added to what it has."
     for knows in (True, False):
-        policy, out = policy_that(knows, **CONTRADICTIONS[kind]), tmp_path/f'{name}_{knows}'
+        policy = policy_that(knows, **CONTRADICTIONS[kind])
+        out = tmp_path/f'{name}_{knows}'
         def run(): return tiny.run(name, base, out, policy=policy, **more)
         if kind == 'several':
-            with pytest.raises(ValueError, match='num_return_sequences'): run()
+            with pytest.raises(ValueError, match='num_return_sequences'):
+                run()
             assert not out.exists()
             continue
         run()

@@ -58,8 +58,10 @@ def test_sft_knows_the_facts_and_not_the_taste(made):
     marks = np.stack([answer_matrix([dict(r, output=o) for o in r['output']])
                       for r in made.samples])
     specs = [parse(r['instruction']) for r in made.samples]
-    known, right = np.array([not contested(s, .5) for s in specs]), marks[..., 0].mean(1)
-    assert right.mean() > .7 and right[known].mean() > .85
+    known = np.array([not contested(s, .5) for s in specs])
+    right = marks[..., 0].mean(1)
+    assert right.mean() > .7
+    assert right[known].mean() > .85
     for kind in {s['kind'] for s in specs}:
         assert right[known & np.array([s['kind'] == kind for s in specs])].mean() > .6, kind
     assert abs(marks[..., 4:10].mean()) < .03   # what is wanted is done as often as what is not
