@@ -95,20 +95,6 @@ def test_flash_attention_is_given_16_bits(unregistered, monkeypatch):
     assert 0 < (states - wanted).abs().max() < .1*wanted.std()
 
 
-def test_right_padding_reaches_the_causal_kernel(monkeypatch):
-    "It was taken for several sequences in a row, and a mask was built."
-    model = tiny.policy('llama')
-    model.packs = False
-    calls = watched(monkeypatch, 'sdpa', ALL_ATTENTION_FUNCTIONS['sdpa'])
-    for batch, masked in ((BATCH, False), ({k: F.pad(v, (0, 9)) for k, v in BATCH.items()}, True),
-                          (collate(PROMPTS, ANSWERS, 0, 'left'), True)):
-        calls.clear()
-        with torch.no_grad():
-            hidden_states(model, **batch)
-        assert [c['mask'] is not None for c in calls] == [masked]*2
-        states_are_those_of_single_rows(model, batch)
-
-
 def loaded(folder, attention):
     return load_policy(str(folder), HardwareConfig(device='cpu', attention=attention))
 

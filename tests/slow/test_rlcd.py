@@ -170,44 +170,6 @@ def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path)
         assert [r['ended'] for r in read] == [good]*len(items)
 
 
-def test_csv_of_rlcd(tmp_path):
-    file = tmp_path/'x.csv'
-    hard = tmp_path/'hard.csv'
-    rows = [dict(TALK, output_1='one', output_2='two, "three"', preference=1.25),
-            dict(instruction='Hi', input='x', output_1='a\r\n\nb', output_2='c', preference=2.),
-            dict(instruction='Go\r', input='', output_1='a', output_2='\r', preference=1.)]
-    rlcd._write_rlcd_csv(file, rows)
-    text = file.read_bytes().decode()
-    assert text.startswith('instruction,input,output_1,output_2,preference,win2_prob\r\n"\n\nH')
-    assert load_records(str(file), kind='preference') == [rows[0] | dict(input=''), *rows[1:]]
-    rlcd._write_rlcd_csv(hard, rows[1:2])
-    head = b'instruction,input,output_1,output_2,preference\r\n'
-    assert hard.read_bytes() == head + b'Hi,x,"a\r\n\nb",c,2\r\n'
-    rlcd._write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
-    assert load_records(str(hard), kind='preference') == [rows[1] | dict(ended_2=False), rows[2]]
-
-
-def test_retries_are_counted_and_bounded():
-    "Of a writer that says nothing on the first try, never to prompt 2; prompt 1 is too long."
-    asked = Counter()
-    cfg = RLCDConfig(max_retries=2)
-    class Fussy:
-        def write(self, prompts, keys, stop):
-            asked.update(k[0] for k in keys)
-            return [Written('', False, 'long_prompt') if i == 1 else
-                    Written(f' {i} {side}' if attempt and i != 2 else '', True)
-                    for i, side, attempt in keys]
-    records = {i: dict(instruction=f'{i}') for i in range(4)}
-    items = rlcd._write_items(Fussy(), read_task(ANYTHING), records, cfg)
-    assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
-    assert [i['retries'] for i in items] == [2, 0, 4, 2]
-    assert asked == {0: 4, 1: 2, 2: 6, 3: 4}
-    found = rlcd._item_figures(rlcd._label_items(items, None, cfg), cfg)
-    assert (found['made'], found['skipped_long_prompt'], found['retries']) == (2, 1, 8)
-    with pytest.raises(ValueError, match='nothing is left'):
-        rlcd._item_figures(items[1:2], cfg)
-
-
 def test_a_served_model(base, tmp_path):
     "Behind an endpoint: completions with a seed of their own for each answer, asked once."
     with judge_server(template='I say {hash}') as server:
