@@ -19,23 +19,26 @@ recorded = pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='no reco
 def rng(): return np.random.default_rng(0)
 
 
+@pytest.mark.parametrize('n', [2, 7, 805])
 @pytest.mark.parametrize('kind', ['hard', 'ties', 'soft'])
-def test_win_rate_is_alpaca_evals(kind, rng):
+def test_win_rate_is_alpaca_evals(kind, n, rng):
     metrics = pytest.importorskip('alpaca_eval.metrics')
-    for n in (2, 7, 805):
-        p = dict(hard=rng.choice([1., 2.], n), ties=rng.choice([1., 1.5, 2.], n),
+    drawn = dict(hard=rng.choice([1., 2.], n), ties=rng.choice([1., 1.5, 2.], n),
                  soft=rng.uniform(1, 2, n))[kind]
-        theirs = metrics.pairwise_to_winrate(preferences=p.tolist())
-        ours = stats.win_rate(p)
-        assert {k: theirs[k] for k in ours} == pytest.approx(ours, abs=1e-9)
+    theirs = metrics.pairwise_to_winrate(preferences=drawn.tolist())
+    for name, value in stats.win_rate(drawn).items():
+        assert theirs[name] == pytest.approx(value, abs=1e-9)
 
 
 @recorded
 def test_pandalms_people():
     "PandaLM's three people, leave-one-out and pairwise (0 is a tie there)."
     rows = json.loads((DATA/'pandalm'/'testset-v1.json').read_text())
-    votes = np.array([[int(r[f'annotator{k}']) or 1.5 for r in rows] for k in (1, 2, 3)])
-    pairwise = [np.mean(votes[i] == votes[j]) for i, j in combinations(range(3), 2)]
+    votes = []
+    for k in (1, 2, 3):
+        votes.append([int(r[f'annotator{k}']) or 1.5 for r in rows])
+    votes = np.array(votes)
+    pairwise = [np.mean(one == other) for one, other in combinations(votes, 2)]
     assert pairwise == pytest.approx([.913, .929, .918], abs=2e-3)
     assert stats.agreement(votes) == pytest.approx(np.mean(pairwise), abs=1e-9)
 
