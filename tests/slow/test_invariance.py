@@ -27,24 +27,23 @@ SHORT['binary_feedback'] = dict(max_instances=24, epochs=1, val_split='', eval_s
 def test_accumulation(base, tmp_path, name):
     "A batch of 8 in one pass, in eight, and in uneven parts: the same losses and weights."
     notebook = name.split()[0]
-    logs = []
-    weights = []
+    runs = []
     for micro in (8, 1, 3):
         more = SHORT[name] | STEADY | dict(batch_size=8, micro_batch_size=micro)
         out = tiny.run(notebook, base, tmp_path/str(micro)/notebook, **more).folder
-        logs.append(read_log(out))
-        weights.append(load_file(out/'model'/'model.safetensors'))
+        runs.append((read_log(out), load_file(out/'model'/'model.safetensors')))
+    whole, weights = runs[0]
+    assert len(whole) >= 3
     start = load_file(base/('world' if notebook == 'sft' else 'sft')/'model'/'model.safetensors')
     moved = 0
     for k, w in start.items():   # tokens of control are no part of what it starts from
-        if k in weights[0]:
-            moved = max(moved, (weights[0][k][:len(w)] - w).abs().max().item())
+        if k in weights:
+            moved = max(moved, (weights[k][:len(w)] - w).abs().max().item())
     assert moved > 5e-4
-    assert len(logs[0]) >= 3
-    for log, weight in zip(logs[1:], weights[1:]):
-        for k, w in weights[0].items():
-            torch.testing.assert_close(weight[k], w, rtol=0, atol=1e-5)
-        for a, b in zip(logs[0], log, strict=True):
+    for log, others in runs[1:]:
+        for k, w in weights.items():
+            torch.testing.assert_close(others[k], w, rtol=0, atol=1e-5)
+        for a, b in zip(whole, log, strict=True):
             assert a.keys() == b.keys()
             for k in a.keys() - {'wall'}:
                 assert a[k] == pytest.approx(b[k], rel=2e-4, abs=2e-5), (a['step'], k)
