@@ -274,3 +274,10 @@ def test_answers_in_several_pairs_are_read_once(base, tmp_path, monkeypatch):
     alone = [results([i]) for i in range(4)]
     torch.testing.assert_close(loss, torch.cat([a for a, _ in alone]))
     torch.testing.assert_close(slope, sum(b for _, b in alone), atol=1e-5, rtol=1e-4)
+
+
+def test_a_card_says_what_plain_transformers_leaves_out(base, tmp_path):
+    "It loads such a model without a word, and scores by the last state alone."
+    run = tiny.run('reward_model', base, tmp_path/'out', max_instances=40, likelihood=.2)
+    card = (run.folder/'model'/'README.md').read_text()
+    assert 'leaves out likelihood 0.2' in card

@@ -1,6 +1,8 @@
 """LoRA: one frozen model with several adapters, from training to files and back."""
 import contextlib
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -338,3 +340,29 @@ def test_expert_iteration_trains_adapters(base, tmp_path, monkeypatch):
     # a LoRA run on a LoRA run
     assert base_of(tmp_path/'expert/round_2/sft/adapter').endswith('round_1/sft/model')
     load_policy(cfg.out, cfg)
+
+
+def test_an_adapters_folder_as_peft_writes_it_is_told_what_it_lacks(elsewhere):
+    folder, make = elsewhere
+    make()
+    (folder/'config.json').unlink()
+    with pytest.raises(FileNotFoundError, match='config.json'):
+        load_model(AutoModelForCausalLM, str(folder), torch.float32)
+
+
+WRITE = """
+import sys, tiny
+from alpaca_farm.core.model.policy import add_adapter, lora_config, save_adapter
+from alpaca_farm.core.run.settings import HardwareConfig
+policy = add_adapter(tiny.policy('llama'), 'policy', lora_config(HardwareConfig(lora_rank=3)))
+save_adapter(policy, sys.argv[1])
+"""
+
+
+def test_equal_adapters_are_equal_bytes(tmp_path):
+    "In every process, however it hashes."
+    env = tiny.environment(PYTHONPATH=f'{tiny.ROOT}:{tiny.ROOT}/tests')
+    for i in range(2):
+        subprocess.run([sys.executable, '-c', WRITE, tmp_path/str(i)], check=True, env=env)
+    for name in ('adapter_model.safetensors', 'adapter_config.json', 'config.json'):
+        assert (tmp_path/'0'/name).read_bytes() == (tmp_path/'1'/name).read_bytes(), name
