@@ -39,38 +39,56 @@ LONG = [dict(r, output=r['output']*20) for r in REAL]
 TASK = yaml.safe_load((tiny.ROOT/'tests'/'data'/'task.yaml').read_text())
 
 
-def thumbs(row, label): return THUMBS[:row] + [dict(THUMBS[row], label=label)] + THUMBS[row + 1:]
+def thumbs(row, label):
+    rows = [dict(r) for r in THUMBS]
+    rows[row]['label'] = label
+    return rows
+
+
 def useless(labels): return [dict(r, label=label) for r, label in zip(THUMBS, labels)]
 
 
-# files whose names stand in braces below
-FILES = dict(
-    real=REAL, long=LONG, answers=ANSWERS, thumbs=THUMBS,
+CANDIDATES = dict(
+    no_rows=[],
+    number=[1],
+    text=[dict(query='x', responses='y')],
+    mixed=[dict(query='x', responses=['y', 3])],
+    few_scores=[dict(query='x', responses=['y', 'z'], scores=[1.])],
+    no_chosen=[dict(prompt='x', chosen='y', rejected='z'), dict(prompt='x')],
+    one_ended=[dict(instruction='x', output=['y', 'z'], ended=True)])
+FILES = dict(   # their names stand in braces below
+    CANDIDATES, real=REAL, long=LONG, answers=ANSWERS, thumbs=THUMBS,
     twice=[*ANSWERS, dict(ANSWERS[0], output='z')],
     label_7=[dict(instruction='a', output_1='b', output_2='c', preference=7)],
     no_second=[dict(instruction='a', output_1='b', preference=1)],
     no_output=[dict(instruction='a')],
-    long_prompt=[dict(instruction='word '*400)], one_prompt=[dict(instruction='One?')],
-    fair=thumbs(7, 'fair'), none=thumbs(10, None), soft=thumbs(7, 1.5), odd=thumbs(5, 2),
-    all_good=useless([1]*12), all_bad=useless([0]*8 + [1, 0]*2), all_ties=useless([.5]*12),
-    no_rows=[], number=[1], text=[dict(query='x', responses='y')],
-    mixed=[dict(query='x', responses=['y', 3])],
-    few_scores=[dict(query='x', responses=['y', 'z'], scores=[1.])],
-    no_chosen=[dict(prompt='x', chosen='y', rejected='z'), dict(prompt='x')],
-    one_ended=[dict(instruction='x', output=['y', 'z'], ended=True)],
+    long_prompt=[dict(instruction='word '*400)],
+    one_prompt=[dict(instruction='One?')],
+    fair=thumbs(7, 'fair'),
+    none=thumbs(10, None),
+    soft=thumbs(7, 1.5),
+    odd=thumbs(5, 2),
+    all_bad=useless([0]*8 + [1, 0]*2),
+    all_ties=useless([.5]*12),
     misspelt=dict(dop=dict(beta=1)),
     dpoo=dict(dpoo={}))
-TASKS = dict(
-    name=dict(name=''), stop=dict(stop='x'),
+TASKS = dict(   # what is wrong in the file of a task
+    name=dict(name=''),
+    stop=dict(stop='x'),
     contrast=dict(contrast=[dict(positive='a', negative='b')]),
-    judge=dict(judge='{dialogue}{question}'), minwords=dict(filters=dict(minwords=1)),
-    compare=dict(compare=dict(a=1)), reject=dict(filters=dict(reject=['('])))
-# what is wrong in the file of a world
-WORLDS = dict(
-    lost_policy=dict(base='./nothing'), two_models=dict(policy='no/such/model/here'),
-    lost_pool=dict(pool='./pools.json'), lost_judge=dict(held_out='nobody:judge'),
-    lost_labels=dict(preferences='../labels.json'), lost_utility=dict(utility='nobody:utility'),
-    flips=dict(label_flip=2), unknown=dict(pol='a'))
+    judge=dict(judge='{dialogue}{question}'),
+    minwords=dict(filters=dict(minwords=1)),
+    compare=dict(compare=dict(a=1)),
+    reject=dict(filters=dict(reject=['('])))
+WORLDS = dict(   # what is wrong in the file of a world
+    lost_policy=dict(base='./nothing'),
+    two_models=dict(policy='no/such/model/here'),
+    lost_pool=dict(pool='./pools.json'),
+    lost_judge=dict(held_out='nobody:judge'),
+    lost_labels=dict(preferences='../labels.json'),
+    lost_utility=dict(utility='nobody:utility'),
+    flips=dict(label_flip=2),
+    unknown=dict(pol='a'))
 
 
 @pytest.fixture(scope='module')
@@ -113,13 +131,11 @@ STORED = dict(samples='{samples}', split='preference', n=1, skip=2, max_instance
 
 REFUSED = [   # a notebook, some of its settings, and the name that the error must contain
     # splits and lengths
-    *[(name, dict(data='{no_eval}'), 'eval_split') for name in (*TRAINED, 'expert_iteration')],
-    *[(name, dict(data='{no_val}', annotators=POOL), 'val_split')
-      for name in ('ppo', 'binary_feedback')],
     ('sft', dict(data='{no_val}'), 'val_split'),
-    *[(name, dict(max_new_tokens=LENGTH), 'max_new_tokens') for name in TRAINED],
-    *[(name, dict(max_length=LENGTH + 1), 'max_length')
-      for name in ('sft', 'dpo', 'binary_feedback', 'rrhf', 'reward_model')],
+    ('ppo', dict(data='{no_val}', annotators=POOL), 'val_split'),
+    ('binary_feedback', dict(data='{no_val}', annotators=POOL), 'val_split'),
+    ('expert_iteration', dict(data='{no_eval}'), 'eval_split'),
+    ('reward_model', dict(max_length=LENGTH + 1), 'max_length'),
     ('reward_model', dict(held_out=500), 'held_out = 500'),
     ('dpo', dict(held_out=1000), 'held_out = 1000'),
     ('dpo', dict(max_length=30), 'Set max_length'),
@@ -128,45 +144,46 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('sft', dict(eval_every=2, val_split=''), 'val_split'),
     ('sft', dict(data='nowhere:alpaca'), 'nowhere'),
     # rewards and judges
-    *[(name, dict(reward_model=f'{HERE}:broken'), f'{HERE}:broken') for name in ONLINE],
-    *[('ppo', dict(reward_model=f'{HERE}:{name}'), f'{HERE}:{name}')
-      for name in ('table', 'two', 'too_few', 'not_a_number')],
     ('ppo', dict(annotators=f'{HERE}:silent'), f'{HERE}:silent'),
     ('ppo', dict(reward_model='{sft}'), 'not a reward model'),
-    *[(name, dict(reward_model=f'{HERE}:length', annotators=POOL, data='{real_data}'), POOL)
-      for name in ('ppo', 'quark')],
+    ('ppo', dict(reward_model=f'{HERE}:length', annotators=POOL, data='{real_data}'), POOL),
+    ('quark', dict(reward_model=f'{HERE}:length', annotators=POOL, data='{real_data}'), POOL),
     ('binary_feedback', dict(annotators=POOL, data='{real_data}'), POOL),
     ('reward_model', dict(margin_field='gap'), 'gap'),
     # labels
     ('dpo', dict(preferences='{thumbs}'), 'output_1'),
-    *[('dpo', dict(preferences=f'{{{name}}}', loss_type='kto'), f'row {row}')
-      for name, row in dict(fair=7, none=10, odd=5).items()],
-    *[('binary_feedback', dict(preferences=f'{{{name}}}', held_out=4), f'{name}.json, row {row}')
-      for name, row in dict(fair=7, none=10, soft=7).items()],
-    *[('binary_feedback', dict(preferences=f'{{{name}}}', held_out=4), 'held_out = 4')
-      for name in ('all_bad', 'all_ties')],
+    ('dpo', dict(preferences='{fair}', loss_type='kto'), 'row 7'),
+    ('dpo', dict(preferences='{none}', loss_type='kto'), 'row 10'),
+    ('dpo', dict(preferences='{odd}', loss_type='kto'), 'row 5'),
+    ('binary_feedback', dict(preferences='{fair}', held_out=4), 'fair.json, row 7'),
+    ('binary_feedback', dict(preferences='{none}', held_out=4), 'none.json, row 10'),
+    ('binary_feedback', dict(preferences='{soft}', held_out=4), 'soft.json, row 7'),
+    ('binary_feedback', dict(preferences='{all_bad}', held_out=4), 'held_out = 4'),
+    ('binary_feedback', dict(preferences='{all_ties}', held_out=4), 'held_out = 4'),
     # candidates
     ('rrhf', dict(reward_model=''), 'score is None'),
     ('rrhf', dict(sources=['gpt']), 'sources'),
     ('rrhf', dict(reward_model=f'{HERE}:indifferent', missing_eos=''), 'nothing to rank'),
-    *[('rrhf', dict(candidates=f'{{{name}}}'), f'{name}.json')
-      for name in ('text', 'no_rows', 'few_scores', 'number', 'mixed', 'no_chosen', 'one_ended')],
     ('expert_iteration', dict(rounds=61), '60 instructions'),
-    ('best_of_n', STORED | dict(n=3), 'n = 3'), ('best_of_n', STORED | dict(skip=60), 'skip'),
+    ('best_of_n', STORED | dict(n=3), 'n = 3'),
+    ('best_of_n', STORED | dict(skip=60), 'skip'),
     ('best_of_n', STORED | dict(split='eval'), 'split'),
     ('best_of_n', STORED | dict(temperature=.25), 'temperature'),
     ('best_of_n', STORED | dict(policy='{world}'), 'policy'),
-    ('best_of_n', SERVED, 'OPENAI_API_KEY'), ('best_of_n', SERVED | dict(served=''), 'served'),
+    ('best_of_n', SERVED, 'OPENAI_API_KEY'),
+    ('best_of_n', SERVED | dict(served=''), 'served'),
     ('world', dict(dialogues=-1), 'dialogues'),
-    *[('rlcd', dict(task=f'{{task_{name}}}'), f'task_{name}.yaml') for name in TASKS],
-    # boards and worlds
-    ('eval', dict(outputs=['no/such.json']), 'no/such.json'), ('eval', dict(outputs=[]), 'outputs'),
+    # boards
+    ('eval', dict(outputs=['no/such.json']), 'no/such.json'),
+    ('eval', dict(outputs=[]), 'outputs'),
     ('eval', dict(outputs=['{twice}']), 'rows 0 and 12'),
     ('eval', dict(reference='no/such'), 'no/such'),
-    ('eval', dict(max_instances=-1), 'max_instances'), ('eval', dict(weights=['gpt4']), 'weights'),
+    ('eval', dict(max_instances=-1), 'max_instances'),
+    ('eval', dict(weights=['gpt4']), 'weights'),
     ('eval', dict(annotators=['nobody:judge']), 'nobody'),
     ('eval', dict(annotators=['alpaca_eval_gtp4']), 'alpaca_eval_gpt4'),
     ('eval', dict(annotators=[f'{HERE}:second', f'x.{HERE}:second_low']), 'second_low'),
+    # worlds
     ('bring_your_own', dict(preferences='{label_7}'), "'preference'"),
     ('bring_your_own', dict(preferences='{no_second}'), "'output_2'"),
     ('bring_your_own', dict(prompts='{long_prompt}'), 'max_prompt'),
@@ -177,14 +194,30 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('bring_your_own', dict(model='{reward_model}'), 'a reward model'),
     ('bring_your_own', dict(model='{no_eval}'), 'there is no model'),
     ('bring_your_own', dict(methods=['dop']), 'dop'),
-    ('real', dict(sizes='{dpoo}'), 'Did you mean dpo'), ('real', dict(sizes='no.yaml'), 'no.yaml'),
+    ('real', dict(sizes='{dpoo}'), 'Did you mean dpo'),
+    ('real', dict(sizes='no.yaml'), 'no.yaml'),
     ('farm', dict(methods=['pppo']), 'Did you mean ppo'),
     ('farm', dict(world='{lost_policy}'), 'nothing'),
     ('farm', dict(world='{two_models}'), 'either a base or a policy'),
-    ('farm', dict(world='{lost_pool}'), 'pool'), ('farm', dict(world='{lost_judge}'), 'nobody'),
+    ('farm', dict(world='{lost_pool}'), 'pool'),
+    ('farm', dict(world='{lost_judge}'), 'nobody'),
     ('farm', dict(world='{lost_labels}'), 'preferences'),
     ('farm', dict(world='{lost_utility}'), 'nobody'),
-    ('farm', dict(world='{flips}'), 'label_flip = 2'), ('farm', dict(world='{unknown}'), 'pol')]
+    ('farm', dict(world='{flips}'), 'label_flip = 2'),
+    ('farm', dict(world='{unknown}'), 'pol')]
+for name in TRAINED:
+    REFUSED.append((name, dict(data='{no_eval}'), 'eval_split'))
+    REFUSED.append((name, dict(max_new_tokens=LENGTH), 'max_new_tokens'))
+for name in ('sft', 'dpo', 'binary_feedback', 'rrhf'):
+    REFUSED.append((name, dict(max_length=LENGTH + 1), 'max_length'))
+for name in ONLINE:
+    REFUSED.append((name, dict(reward_model=f'{HERE}:broken'), f'{HERE}:broken'))
+for name in ('table', 'two', 'too_few', 'not_a_number'):
+    REFUSED.append(('ppo', dict(reward_model=f'{HERE}:{name}'), f'{HERE}:{name}'))
+for name in CANDIDATES:
+    REFUSED.append(('rrhf', dict(candidates=f'{{{name}}}'), f'{name}.json'))
+for name in TASKS:
+    REFUSED.append(('rlcd', dict(task=f'{{task_{name}}}'), f'task_{name}.yaml'))
 
 
 def name_of(value):
