@@ -31,7 +31,7 @@ real: .venv/ready        ## the simulation on a real small model, into runs/real
 fast: .venv/ready        ## before a commit, in a minute: exports, clean notebooks, names, the quick tests
 	$(BIN)/nbdev_export
 	$(BIN)/nbdev_clean
-	$(BIN)/ruff check -q alpaca_farm tests
+	$(BIN)/ruff check -q alpaca_farm tests tools
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' tests/fast
 
 test: .venv/ready        ## all tests, two files at a time
@@ -41,7 +41,7 @@ test: .venv/ready        ## all tests, two files at a time
 bench: .venv/ready       ## what TRL and alpaca-eval take over what we take, in ten minutes on two cores
 	-for v in 1.16.0 1.12.0; do test -d runs/bench/trl-$$v || $(BIN)/pip install -q --no-deps \
 		--target runs/bench/trl-$$v trl==$$v; done
-	OMP_NUM_THREADS=1 $(BIN)/python tests/bench.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/bench.py
 
 lab: .venv/ready         ## JupyterLab on the notebooks
 	JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(BIN)/jupyter lab
@@ -51,7 +51,7 @@ prepare: fast            ## before a push: the same, the notebooks' cells, and a
 	$(MAKE) test
 
 outputs: farm            ## re-run every notebook on the farm's runs and save its outputs
-	OMP_NUM_THREADS=1 $(BIN)/python tests/outputs.py
+	OMP_NUM_THREADS=1 $(BIN)/python tools/outputs.py
 
 docs: .venv/ready        ## the site, into _docs/html, from the notebooks as they are
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
@@ -59,10 +59,10 @@ docs: .venv/ready        ## the site, into _docs/html, from the notebooks as the
 	$(BIN)/sphinx-build -qW --keep-going _docs/source _docs/html
 
 assignment: .venv/ready  ## the course's exercises for students, into runs/exercises.ipynb
-	$(BIN)/python tests/course.py assignment runs/exercises.ipynb
+	$(BIN)/python tools/course.py assignment runs/exercises.ipynb
 
 grade: .venv/ready       ## points of the exercises in FILE, and what is wrong in words
-	$(BIN)/python tests/course.py grade $(FILE)
+	$(BIN)/python tools/course.py grade $(FILE)
 
 clean:                   ## remove the environment; runs/ stays
 	rm -rf .venv

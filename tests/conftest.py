@@ -21,41 +21,22 @@ CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
          ('annotators', 'annotators', {}), ('reward_model', 'reward_model', {}))
 
 
-# of tests/fast, those that take more than two seconds
-SLOW = """
-    test_a_damaged_file_is_refused test_a_damaged_file_is_rows test_a_dialogue_travels
-    test_a_file_of_settings_counts test_a_format_and_a_judge test_a_loss_and_an_advantage
-    test_a_method_has_the_form test_a_notebook_is_known_as test_they_are_listed_where
-    test_a_notebook_that_fails_is_named test_a_paid_judge_sees
-    test_a_policy_that_is_its_reference test_a_policy_without_a_whole test_a_step_is_the_loss
-    test_a_step_without_spread test_agreement_counts_pairs test_any_bytes test_any_records
-    test_any_text_works test_code_that_comes_with test_from_files_to_a_board test_full_disk
-    test_imports_are_light test_killed_in_the_middle test_kto_of_answers test_learns_its_labels
-    test_likelihood_needs test_lora_and_checkpointing test_no_text_beats test_outputs_of_runs
-    test_papermill_corrects test_ranks_are_learned test_run_with_tokens
-    test_the_record_of_trls test_the_share_of_contested test_the_wheel_works
-    test_two_files_of_answers""".split()
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.name.startswith(tuple(SLOW)): item.add_marker(pytest.mark.slow)
-
-
 @pytest.fixture(scope='session', autouse=True)
 def no_runs(tmp_path_factory):
     "The tests work in a folder with the notebooks of this checkout and without its runs."
     root = tmp_path_factory.mktemp('project')
     (root/'nbs').symlink_to(tiny.ROOT/'nbs')
     (root/'runs').mkdir()
-    with contextlib.chdir(root): yield
+    with contextlib.chdir(root):
+        yield
 
 
 @pytest.fixture(scope='session')
 def base(tmp_path_factory):
     "Folder of the runs world, sft, samples, annotators and reward_model."
     folder = tmp_path_factory.mktemp('runs')
-    for name, notebook, more in CHAIN: tiny.run(notebook, folder, folder/name, **more)
+    for name, notebook, more in CHAIN:
+        tiny.run(notebook, folder, folder/name, **more)
     return folder
 
 

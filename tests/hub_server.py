@@ -18,8 +18,10 @@ def hub(root, asked):
         repo = root/kind/owner/name
         def refuse(status, code, message):
             handler.reply(status, {}, X_Error_Code=code, X_Error_Message=message)
-        if (repo/'GATED').exists(): return refuse(403, 'GatedRepo', 'ask')
-        if not repo.is_dir(): return refuse(404, 'RepoNotFound', 'no such repository')
+        if (repo/'GATED').exists():
+            return refuse(403, 'GatedRepo', 'ask')
+        if not repo.is_dir():
+            return refuse(404, 'RepoNotFound', 'no such repository')
         revision = '/'.join(rest[1:] if rest[:1] == ['revision'] else rest[1:2] or ['main'])
         if revision not in ('main', COMMIT):
             return refuse(404, 'RevisionNotFound', 'no such revision')
@@ -33,6 +35,7 @@ def hub(root, asked):
                 id=f'{owner}/{name}', sha=COMMIT, private=False, gated=False, disabled=False,
                 downloads=0, likes=0, tags=[], siblings=[dict(rfilename=n) for n in files]))
         file = files.get('/'.join(rest[2:]))      # resolve/<revision>/<file>
-        if file is None: return refuse(404, 'EntryNotFound', 'no such file')
+        if file is None:
+            return refuse(404, 'EntryNotFound', 'no such file')
         handler.reply(200, file.read_bytes(), ETag=f'"{sha1(file)}"', X_Repo_Commit=COMMIT)
     return answer

@@ -58,7 +58,8 @@ def settings(notebook, base, **more):
     world, sft, samples, labels, rm = (
         str(base/k) for k in ('world', 'sft', 'samples', 'annotators', 'reward_model'))
     pool = f'{world}/pool.json'
-    on_policy, pairs = dict(data=world, policy=sft), dict(preferences=labels, policy=sft)
+    on_policy = dict(data=world, policy=sft)
+    pairs = dict(preferences=labels, policy=sft)
     rewarded = dict(on_policy, reward_model=rm)
     inputs = dict(
         world={}, sft=dict(data=world, policy=world), rlcd=dict(data=world, policy=world),
@@ -87,7 +88,8 @@ def check_settings(notebook, settings):
     from alpaca_farm.core.run.settings import as_type, refuse_unknown
     kinds = typing.get_type_hints(config_class(notebook))
     refuse_unknown(notebook, settings, [*kinds])
-    for name, value in settings.items(): as_type(name, value, kinds[name])
+    for name, value in settings.items():
+        as_type(name, value, kinds[name])
 
 
 def config(notebook, **given):
@@ -107,7 +109,8 @@ def run(notebook, base, out, **more):
 
 def run_here(jobs, *_):
     "`run_jobs` in this process."
-    for job in jobs: main(job.notebook)(config(job.notebook, out=job.out, **job.settings))
+    for job in jobs:
+        main(job.notebook)(config(job.notebook, out=job.out, **job.settings))
     return []
 
 
@@ -124,7 +127,8 @@ def show_results(notebook, cfg):
         if imports or 'in_short()' in text:
             exec(text, cells)
     shown = [text for text in code[at + 1:] if text.startswith('#| slow')]
-    for text in shown: exec(text, cells)
+    for text in shown:
+        exec(text, cells)
     plt.close('all')
     return shown
 
@@ -135,7 +139,8 @@ def executed(notebook):
     names = {}
     for c in json.loads(notebook_path(notebook).read_text())['cells']:
         text = ''.join(c['source'])
-        if c['cell_type'] == 'code' and not text.startswith('#| slow'): exec(text, names)
+        if c['cell_type'] == 'code' and not text.startswith('#| slow'):
+            exec(text, names)
     return names
 
 
@@ -168,7 +173,8 @@ def given(words):
     said = command.make_context('papermill', words[1:]).params
     texts = [(ROOT/file).read_text() for file in said['parameters_file']]
     settings = {}
-    for text in (*texts, *said['parameters_yaml']): settings |= yaml.safe_load(text)
+    for text in (*texts, *said['parameters_yaml']):
+        settings |= yaml.safe_load(text)
     return settings | dict(said['parameters'] + said['parameters_raw'])
 
 
@@ -184,7 +190,8 @@ def run_notebook(notebook, executed, given):
 def run_module(notebook, given, log):
     "Make a run in this process, whose output goes to a file."
     with open(log, 'w') as f:
-        for stream in (1, 2): os.dup2(f.fileno(), stream)
+        for stream in (1, 2):
+            os.dup2(f.fileno(), stream)
     main(notebook)(config(notebook, **given))
 
 
@@ -201,7 +208,8 @@ def free_ports(n):
     "Ports of this computer that nothing listens on."
     sockets = [socket.create_server(('', 0)) for _ in range(n)]
     ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets: s.close()
+    for s in sockets:
+        s.close()
     return ports
 
 
@@ -220,7 +228,8 @@ def write(path, rows, lines=False):
 
 def splits(folder, rows, other='no'):
     "Write demonstrations as every split, and as preferences over or under another answer."
-    for name in ('sft', 'unlabeled', 'val', 'eval'): write(Path(folder)/f'{name}.json', rows)
+    for name in ('sft', 'unlabeled', 'val', 'eval'):
+        write(Path(folder)/f'{name}.json', rows)
     write(Path(folder)/'preferences.json', [
         dict(r, output_1=r['output'], output_2=other, preference=1 + i % 2)
         for i, r in enumerate(rows)])
@@ -257,7 +266,8 @@ def family(name, std=.3, **more):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config),
                                              attn_implementation=attention).eval()
     for p in model.parameters():
-        if p.ndim == 2: p.data.normal_(std=std)
+        if p.ndim == 2:
+            p.data.normal_(std=std)
     return model
 
 

@@ -152,6 +152,7 @@ def test_recorded_votes_of_an_annotation_run(tmp_path):
         A.verdicts_of_judges([LONGEST, file], sets, CFG)
 
 
+@pytest.mark.slow
 def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsys):
     "One person's votes and two of another: agreement is of two pairs, and has no interval."
     pairs = embedded_pairs(60)

@@ -1,7 +1,4 @@
 "Binary feedback: labels that are read, and whether the policy follows the token."
-import math
-from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +9,9 @@ import tiny
 from alpaca_farm import binary_feedback, world
 from alpaca_farm.binary_feedback import BAD, BinaryFeedbackConfig, GOOD, label_accuracy
 from alpaca_farm.binary_feedback import _rate_outputs
+from alpaca_farm import binary_feedback
 from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.core.model.control import prepend_tokens
 from alpaca_farm.core.model.models import load_policy
@@ -28,33 +25,15 @@ def given(base, **more):
     return BinaryFeedbackConfig(**tiny.settings('binary_feedback', base, **more))
 
 
-def load(base, tmp_path, labels):
-    "What is loaded of one answer with each label, the last four held out."
-    records = []
-    for i, label in enumerate(labels):
-        records.append(dict(instruction=f'q{i}', output='a', label=label, held_out=i > 7))
-    file = tiny.write(tmp_path/'thumbs.json', records)
-    return binary_feedback._load_feedback(given(base, preferences=file, held_out=4))
-
-
-@pytest.mark.parametrize('label, row', [('fair', 7), (None, 10), (1.5, 7), (math.nan, 10)])
-def test_a_bad_label_is_named_by_file_and_row(base, tmp_path, label, row):
-    "The row of the file, be it learned from or held out."
-    labels = [True, False] * 6
-    assert load(base, tmp_path, labels)[2] == 8
-    labels[row] = label
-    with pytest.raises(ValueError, match=f"thumbs.json, row {row}: .*'label'"):
-        load(base, tmp_path, labels)
-    for useless in ([0]*8 + [1, 0]*2, [.5]*12, [1, 0]*4 + [.5]*4):   # nothing good, or ties alone
-        with pytest.raises(ValueError, match='held_out = 4'): load(base, tmp_path, useless)
-
-
 def test_feedme_without_a_step_is_the_policy_itself(base, tmp_path):
     cfg = given(base, out=str(tmp_path/'still'), method='feedme', learning_rate=0.)
     binary_feedback.train(cfg)
     s = read_summary(cfg.out)
-    assert s['kl'] == pytest.approx(0, abs=1e-4) and s['val_win_rate'] == 50 and s['labels'] == 48
-    assert s['effect_good'] == s['effect_bad'] == 0 and s['accuracy'] == .5
+    assert s['kl'] == pytest.approx(0, abs=1e-4)
+    assert s['val_win_rate'] == 50
+    assert s['labels'] == 48
+    assert s['effect_good'] == s['effect_bad'] == 0
+    assert s['accuracy'] == .5
 
 
 PHRASES = ('A bear.', 'The duck.')
@@ -76,16 +55,21 @@ def conditioned(base, tmp_path_factory):
 
 def test_the_token_is_obeyed(conditioned):
     "Good and bad phrase come when they are asked for, and unseen answers are distinguished."
-    s, answers = read_summary(conditioned.out), read_json(f'{conditioned.out}/said.json')
-    assert s['effect_good'] > 2 and s['effect_bad'] < -2 and s['accuracy'] > .95
-    for k in ('effect_good', 'effect_bad'): assert 0 < s[f'{k}_standard_error'] < abs(s[k])
+    s = read_summary(conditioned.out)
+    answers = read_json(f'{conditioned.out}/said.json')
+    assert s['effect_good'] > 2
+    assert s['effect_bad'] < -2
+    assert s['accuracy'] > .95
+    for k in ('effect_good', 'effect_bad'):
+        assert 0 < s[f'{k}_standard_error'] < abs(s[k])
     assert all(r['source'] == [GOOD, BAD, 'no token', 'reference'] for r in answers)
     for k, phrase in enumerate(PHRASES):
         assert np.mean([r['output'][k].startswith(phrase[:2]) for r in answers]) > .8
 
 
 def test_a_loaded_model_asks_for_good_answers(base, conditioned):
-    records, times = load_records(str(base/'world'), 'eval', n=4), conditioned.token_times
+    records = load_records(str(base/'world'), 'eval', n=4)
+    times = conditioned.token_times
     plain, there = (AutoTokenizer.from_pretrained(f'{folder}/model', trust_remote_code=False)
                     for folder in (base/'sft', conditioned.out))
     good = there.convert_tokens_to_ids(GOOD)
@@ -96,7 +80,8 @@ def test_a_loaded_model_asks_for_good_answers(base, conditioned):
     message = [dict(role='user', content=records[0]['instruction'])]
     prompt = there.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert prompt.count(GOOD) == times
-    asked, cfg = load_records(conditioned.data, 'eval', n=10), answering(conditioned)
+    asked = load_records(conditioned.data, 'eval', n=10)
+    cfg = answering(conditioned)
     again = sample_answers(load_policy(conditioned.out, conditioned), asked, cfg)
     left = read_json(f'{conditioned.out}/outputs.json')
     assert [r['output'][0] for r in again] == [r['output'] for r in left]
@@ -106,7 +91,8 @@ def test_the_reference_does_not_read_the_token(base, conditioned):
     policy = load_policy(conditioned.out, conditioned)
     reference = load_policy(conditioned.policy, conditioned)
     plain = reference.tokenizer
-    cfg, records = answering(conditioned), load_records(conditioned.data, 'eval', n=10)
+    cfg = answering(conditioned)
+    records = load_records(conditioned.data, 'eval', n=10)
     kept, prompts, found = sample(policy, records, cfg)
     kl = log_ratios(reference, encode_prompts(kept, plain), [s for s, in found], cfg)
     assert read_summary(conditioned.out)['kl'] == pytest.approx(sum(kl) / len(kl), abs=1e-4)
@@ -115,34 +101,6 @@ def test_the_reference_does_not_read_the_token(base, conditioned):
     assert max(map(max, prompts)) >= vocabulary
 
 
-def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, monkeypatch):
-    "Prompts that are too long only with their tokens are left out everywhere."
-    policy = load_policy(conditioned.out, conditioned)
-    reference = load_policy(conditioned.policy, conditioned)
-    plain = reference.tokenizer
-    records, times = load_records(conditioned.data, 'val'), conditioned.token_times
-    pairs, left = [], {}
-    lengths = [len(p) for p in encode_prompts(records, plain)]
-    cfg = given(base, val_instances=0, max_prompt=int(np.quantile(lengths, .8)) + times)
-    kept = [prompt_key(r) for r, n in zip(records, lengths) if n + times <= cfg.max_prompt]
-    assert 0 < len(kept) < sum(n <= cfg.max_prompt for n in lengths)
-    monkeypatch.setattr(binary_feedback, 'verdicts_over',
-                        lambda a, b, _: pairs.extend(zip(a, b)) or [1.5] * len(a))
-    run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
-    prompted = {GOOD: policy, BAD: policy}
-    without = replace(policy, tokenizer=plain)
-    binary_feedback._compare_on_val(prompted, without, reference, world.pool, run)
-    assert len(pairs) == 2 * len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
-    alone = sample_answers(reference, records, answering(cfg), seed=cfg.seed + 1)
-    alone = {prompt_key(r): r['output'][0] for r in alone}
-    said = {prompt_key(r): r['output'][3] for r in left['said.json']}
-    assert said == {k: alone[k] for k in kept}
-
-
 def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):
     with pytest.raises(ValueError, match='control token'):
         binary_feedback.train(given(base, policy=conditioned.out, out=str(tmp_path/'twice')))
-
-
-def test_label_accuracy_of_nothing_to_compare():
-    assert math.isnan(label_accuracy(np.array([1., 2.]), np.array([1., 0.]), ['p', 'q']))

@@ -13,7 +13,8 @@ import pytest
 
 import tiny
 
-NBS, PACKAGE = tiny.ROOT/'nbs', tiny.ROOT/'alpaca_farm'
+NBS = tiny.ROOT/'nbs'
+PACKAGE = tiny.ROOT/'alpaca_farm'
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb')
                    if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})   # a template is no notebook yet
 RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
@@ -71,6 +72,7 @@ each_notebook = pytest.mark.parametrize('path', SETTABLE, ids=lambda p: p.stem)
 each_module = pytest.mark.parametrize('path', MODULES, ids=name_of)
 
 
+@pytest.mark.slow
 @each_notebook
 def test_a_notebook_is_known_as_its_module(path):
     "Executed from top to bottom, a notebook has the identity of the module that it exports."
@@ -108,7 +110,8 @@ def test_no_setting_hides_a_name_of_the_notebook(path):
     import symtable
     known = {f.name for f in dataclasses.fields(config_of(path))}
     for c in cells(path):
-        if c['cell_type'] != 'code' or source(c).startswith('%') or c in parameters(path): continue
+        if c['cell_type'] != 'code' or source(c).startswith('%') or c in parameters(path):
+            continue
         names = symtable.symtable(source(c), path.stem, 'exec').get_symbols()
         bound = {s.get_name() for s in names if s.is_assigned() or s.is_imported()}
         used = {n.id for n in ast.walk(ast.parse(source(c))) if isinstance(n, ast.Name)
@@ -121,20 +124,23 @@ def test_notebook_of_a_method(path):
     "Title and sentence, cfg right after the parameters, runs marked slow, the command line last."
     code = [c for c in cells(path) if c['cell_type'] == 'code']
     first = source(cells(path)[0])
-    assert first.startswith('# ') and re.search(r'^> \S', first, re.M)
+    assert first.startswith('# ')
+    assert re.search(r'^> \S', first, re.M)
     at = next(i for i, c in enumerate(code) if 'parameters' in c['metadata'].get('tags', []))
     assert re.match(rf'cfg = {config_of(path).__name__}\.collect\(globals\(\)\)',
                     source(code[at + 1]))
     assert source(code[-1]).startswith('#| export')
     assert f'command({config_of(path).__name__}, ' in source(code[-1])
     for c in code:
-        if re.search(r'^(train|run)\(cfg', source(c), re.M): assert source(c).startswith('#| slow')
+        if re.search(r'^(train|run)\(cfg', source(c), re.M):
+            assert source(c).startswith('#| slow')
 
 
 @each_notebook
 def test_help_lists_every_setting(path, capsys):
     from alpaca_farm.core.run.settings import from_args
-    with pytest.raises(SystemExit) as e: from_args(config_of(path), ['--help'], path.stem)
+    with pytest.raises(SystemExit) as e:
+        from_args(config_of(path), ['--help'], path.stem)
     said = capsys.readouterr().out
     assert e.value.code == 0
     for f in dataclasses.fields(config_of(path)):
@@ -158,6 +164,7 @@ TENSORLESS = ['judging.measures', 'core.stats', 'core.run.settings', 'core.run.r
               'core.data.records', 'worlds.embedded.crowd', 'annotators', 'eval', 'boards.text']
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('already, unwanted, names', [
     ('torch transformers', HEAVY, [name_of(p) for p in MODULES]),
     ('', 'torch transformers', TENSORLESS)], ids=['all', 'without tensors'])
@@ -175,13 +182,16 @@ def imported(path):
         if isinstance(n, ast.Import):
             yield from (a.name.removeprefix('alpaca_farm.') for a in n.names
                         if a.name.startswith('alpaca_farm.'))
-        if not isinstance(n, ast.ImportFrom): continue
+        if not isinstance(n, ast.ImportFrom):
+            continue
         module = n.module or ''
         if n.level:
             module = '.'.join(['alpaca_farm', *here[:len(here) + 1 - n.level],
                                *([module] if module else [])])
-        if module == 'alpaca_farm': yield from (a.name for a in n.names)
-        elif module.startswith('alpaca_farm.'): yield module.removeprefix('alpaca_farm.')
+        if module == 'alpaca_farm':
+            yield from (a.name for a in n.names)
+        elif module.startswith('alpaca_farm.'):
+            yield module.removeprefix('alpaca_farm.')
 
 
 @each_module
@@ -200,7 +210,8 @@ def test_no_module_knows_a_world_by_name(path):
     "None imports one, but for what reads a world's folder; none names its functions."
     read = {m for m in imported(path) if WORLDS.match(m)}
     assert read <= {'worlds.folder'}
-    if name_of(path).startswith('core.'): return
+    if name_of(path).startswith('core.'):
+        return
     for node in ast.walk(ast.parse(path.read_text())):
         text = node.value if isinstance(node, ast.Constant) else getattr(node, 'id', '')
         if isinstance(text, str):
@@ -213,7 +224,8 @@ def test_a_name_means_one_thing():
     for path in MODULES:
         for d in defined(path.read_text(encoding='utf-8')):
             patched = any(ast.unparse(x).startswith('patch') for x in d.decorator_list)
-            if not patched: where.setdefault(d.name, []).append(name_of(path))
+            if not patched:
+                where.setdefault(d.name, []).append(name_of(path))
     assert {n: m for n, m in where.items() if len(m) > 1 and n not in ('train', 'run')} == {}
 
 
@@ -224,7 +236,9 @@ UNSAFE = r'trust_remote_code=(?!False)|\bpickle\b|torch\.(load|save)\b|\bmarshal
 def test_a_module_has_a_docstring_short_lines_and_nothing_unsafe(path):
     text = path.read_text(encoding='utf-8')
     tree = ast.parse(text)
-    assert ast.get_docstring(tree) and '\t' not in text and not re.search(UNSAFE, text)
+    assert ast.get_docstring(tree)
+    assert '\t' not in text
+    assert not re.search(UNSAFE, text)
     called = {n.func.id for n in ast.walk(tree)
               if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     assert not called & {'eval', 'exec'}
@@ -239,8 +253,10 @@ def test_who_reads_a_model_refuses_its_code():
     texts = [p.read_text(encoding='utf-8') for p in (tiny.ROOT/'tests').rglob('*.py')]
     texts += [source(c) for p in NOTEBOOKS for c in cells(p)]
     calls = [c for text in texts for c in re.findall(kinds % 'pretrained', text)]
-    for p in MODULES: calls += re.findall(kinds % 'config', p.read_text(encoding='utf-8'))
-    assert len(calls) > 9 and [c for c in calls if 'trust_remote_code=False' not in c] == []
+    for p in MODULES:
+        calls += re.findall(kinds % 'config', p.read_text(encoding='utf-8'))
+    assert len(calls) > 9
+    assert [c for c in calls if 'trust_remote_code=False' not in c] == []
 
 
 def test_ci_installs_the_pinned_versions_by_their_hashes():
@@ -252,7 +268,8 @@ def test_ci_installs_the_pinned_versions_by_their_hashes():
     text = ''.join(file.read_text().lower() for file in files)
     hashes = r'((?: \\\n +--hash=sha256:[0-9a-f]{64})+)'
     found = dict(re.findall(rf'^(\S+==\S+)(?: ; .*?)?{hashes}$', text, re.M))
-    assert len(found) == len(re.findall(r'^\w', text, re.M)) and 'torch==2.13.0' in found
+    assert len(found) == len(re.findall(r'^\w', text, re.M))
+    assert 'torch==2.13.0' in found
     versions = {v.replace('_', '-').removesuffix('+cpu') for v in found}
     assert versions <= {v.replace('_', '-') for v in pinned}
     parser = ConfigParser(delimiters=['='])

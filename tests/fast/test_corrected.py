@@ -256,6 +256,7 @@ def crowd_labels(answers, outputs, folder, against='reference', draw=30, **more)
     return cfg.out
 
 
+@pytest.mark.slow
 def test_papermill_corrects_a_board_by_labels(answers, tmp_path):
     "From a draw over a labelling page to the columns of the board, as a user types it."
     labels = f'{crowd_labels(answers, "skilled", tmp_path)}/preferences.json'

@@ -718,6 +718,7 @@ def read_or_refuse(path, read=read_rows, **more):
     except ValueError as e: assert path.name in str(e) and '\n' not in str(e)
 
 
+@pytest.mark.slow
 @often
 @given(suffix=st.sampled_from(sorted(FORMATS) + ['xlsx']), packed=st.booleans(),
        content=st.binary(max_size=60) | symbols.map(str.encode))
@@ -731,6 +732,7 @@ def test_any_bytes_are_rows_or_refused_by_name(folder, suffix, packed, content):
     assert rows is None or isinstance(rows, list)
 
 
+@pytest.mark.slow
 @often
 @given(suffix=st.sampled_from(sorted(FORMATS)), where=st.floats(0, .999), cut=st.integers(0, 12),
        put=st.binary(max_size=4))
@@ -753,6 +755,7 @@ values = st.recursive(st.none() | st.booleans() | st.integers(-2, 3) | st.floats
                       max_leaves=4)
 
 
+@pytest.mark.slow
 @often
 @given(rows=st.lists(st.dictionaries(columns, messages | values, max_size=6) | values, max_size=3),
        kind=st.sampled_from(sorted(FIELDS)))

@@ -1,6 +1,5 @@
 """Settings left open follow one rule of size; what a run logs is looked at for signs of trouble."""
 import json
-import os
 import re
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import tiny
 import torch
 from safetensors.torch import save_file
 
-from alpaca_farm import best_of_n, dpo, sft
+from alpaca_farm import best_of_n, dpo
 from alpaca_farm.boards.judged import read_answers
 from alpaca_farm.core import preflight
 from alpaca_farm.core.preflight import settle
@@ -41,22 +40,28 @@ def test_rates_are_the_worlds_and_the_literatures(cls, toy, low, high):
     assert rate(cls, 5e5) == rate(cls, 5e5, lora=True) == toy
     assert low <= rate(cls, 7e9) <= high
     assert rate(cls, 7e9, lora=True) == pytest.approx(10*rate(cls, 7e9))
-    rates = [rate(cls, n) for n in (1e6, 1e7, 1.35e8, 1e9, 8e9)]
-    assert rates == sorted(rates, reverse=True) and len({*rates}) == 5
-    sizes = np.geomspace(1e5, 1e11, 200)   # each 7 % larger than the one before
-    for lora in (False, True):
-        found = np.array([rate(cls, n, lora) for n in sizes])
-        assert (.9 < found[1:]/found[:-1]).all() and (found[1:]/found[:-1] < 1.08).all()
-    assert rate(cls, 1.35e8, lora=True) == pytest.approx(10*rate(cls, 1.35e8), rel=.05)
+    for lora in (False, True):   # smooth: each size is 7 % larger than the one before
+        rates = [rate(cls, n, lora) for n in np.geomspace(1e5, 1e11, 200)]
+        for one, other in zip(rates, rates[1:]):
+            assert .9 < other/one < 1.08
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    "The folder of a model's snapshots in an empty cache of the hub."
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path/'hub'))
+    return tmp_path/'hub'/'models--some--model'/'snapshots'
 
 
 @pytest.mark.parametrize('examples', [7, 34, 60, 100, 300, 1000, 60_000])
 def test_there_are_25_steps_where_there_can_be(base, tmp_path, examples):
     run = Run(DPOConfig(policy=of_size(tmp_path/'smol', 10**9), eval_split=''), dict(settings={}))
     settle(run, load_tokenizer(str(base/'sft')), [dict(instruction='a')]*examples)
-    batch_size, epochs = run.cfg.batch_size, run.cfg.epochs
+    batch_size = run.cfg.batch_size
+    epochs = run.cfg.epochs
     steps = epochs*-(-examples//batch_size)
-    assert 4 <= batch_size <= 32 and 1 <= epochs <= 3
+    assert 4 <= batch_size <= 32
+    assert 1 <= epochs <= 3
     assert steps >= 25 or (batch_size, epochs) == (4, 3)
     assert examples < 10_000 or (batch_size, epochs) == (32, 1)
 
@@ -71,31 +76,37 @@ def of_size(folder, weights):
     return str(folder)
 
 
-def test_a_models_weights_are_counted_where_they_are(base, tmp_path, monkeypatch):
-    policy = sum(p.numel() for p in load_policy(str(base/'sft'), DPOConfig()).model.parameters())
-    assert count_weights(str(base/'sft')) == count_weights(str(base/'sft'/'model')) == policy
-    of_size(tmp_path/'large', 10**9)
-    (tmp_path/'run').mkdir()
+def test_a_models_weights_are_counted_where_they_are(base, tmp_path, hub):
+    policy = load_policy(str(base/'sft'), DPOConfig()).model
+    count = sum(p.numel() for p in policy.parameters())
+    assert count_weights(str(base/'sft')) == count_weights(str(base/'sft'/'model')) == count
+    # of an adapter, those of its base
+    tiny.write(tmp_path/'run'/'adapter_config.json',
+               dict(base_model_name_or_path=of_size(tmp_path/'large', 10**9)))
     save_file(dict(a=torch.zeros(3)), tmp_path/'run'/'adapter_model.safetensors')
-    (tmp_path/'run'/'adapter_config.json').write_text(
-        json.dumps(dict(base_model_name_or_path=str(tmp_path/'large'))))
     assert count_weights(str(tmp_path/'run')) == 1e9
-    writer = gguf.GGUFWriter(tmp_path/'model.gguf', 'llama')
-    for name, n in (('a.weight', 64), ('b.weight', 96)):   # each weight once, in any number of bits
-        writer.add_tensor(name, np.zeros((2, n), np.float16))
-    for write in ('header', 'kv_data', 'tensors'): getattr(writer, f'write_{write}_to_file')()
-    writer.close()
-    assert count_weights(str(tmp_path/'model.gguf')) == 320
-    (tmp_path/'cut.gguf').write_bytes((tmp_path/'model.gguf').read_bytes()[:60])
-    assert count_weights(str(tmp_path/'cut.gguf')) == 0
-    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path/'hub'))
-    snapshots = tmp_path/'hub'/'models--some--model'/'snapshots'
+    # of a model on the hub, once it is here
     assert count_weights('some/model') == 0
-    snapshots.mkdir(parents=True)
-    of_size(snapshots/'abc', 2*10**7)
+    hub.mkdir(parents=True)
+    of_size(hub/'abc', 2*10**7)
     assert count_weights('some/model') == count_weights('some/model@abc') == 2e7
-    (snapshots/'abc'/'model.safetensors').write_bytes(b'cut off')
+    (hub/'abc'/'model.safetensors').write_bytes(b'cut off')
     assert count_weights('some/model') == 0   # who loads it says so
+
+
+def test_the_weights_of_a_gguf_file_are_counted_once(tmp_path):
+    "In any number of bits; none of a file that is cut off."
+    file = tmp_path/'model.gguf'
+    writer = gguf.GGUFWriter(file, 'llama')
+    writer.add_tensor('a.weight', np.zeros((2, 64), np.float16))
+    writer.add_tensor('b.weight', np.zeros((2, 96), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert count_weights(str(file)) == 320
+    file.write_bytes(file.read_bytes()[:60])
+    assert count_weights(str(file)) == 0
 
 
 def test_settings_have_numbers_as_soon_as_they_are_made(base, tmp_path, capsys):
@@ -104,33 +115,39 @@ def test_settings_have_numbers_as_soon_as_they_are_made(base, tmp_path, capsys):
     absent = DPOConfig(policy='some/model', lora_rank=8, beta=.2)
     assert (toy.learning_rate, toy.beta, toy.batch_size, toy.epochs) == (3e-4, .3, 32, 2)
     assert (toy.max_length, toy.max_prompt, toy.max_new_tokens) == (128, 64, 56)
-    assert 5e-6 < real.learning_rate < 3e-5 and real.beta == .1 and real.eval_temperature == .8
+    assert 5e-6 < real.learning_rate < 3e-5
+    assert real.beta == .1
+    assert real.eval_temperature == .8
     assert absent.learning_rate == 1e-5 and absent.beta == .2   # of 7 billion, with adapters
-    assert 'beta' in toy.left_open and 'beta' not in absent.left_open
-    assert toy.changed() == {} and set(absent.changed()) == {'policy', 'lora_rank', 'beta'}
+    assert 'beta' in toy.left_open
+    assert 'beta' not in absent.left_open
+    assert toy.changed() == {}
+    assert set(absent.changed()) == {'policy', 'lora_rank', 'beta'}
     assert DPOConfig(learning_rate=None).learning_rate == 3e-4
     reward = RewardModelConfig
     assert (reward().likelihood, reward(policy='some/model').likelihood) == (.2, 0.)
-    with pytest.raises(SystemExit): from_args(DPOConfig, ['--help'])
+    with pytest.raises(SystemExit):
+        from_args(DPOConfig, ['--help'])
     said = ' '.join(capsys.readouterr().out.split())
-    assert '(default: by size, 0.0003 for a toy,' in said and '25 steps; lengths fit 95 % of' in said
+    assert '(default: by size, 0.0003 for a toy,' in said
+    assert '25 steps; lengths fit 95 % of' in said
 
 
-def test_a_model_of_the_hub_is_counted_before_its_rate_is_taken(base, tmp_path, monkeypatch):
+def test_a_model_of_the_hub_is_counted_before_its_rate_is_taken(base, tmp_path, hub, monkeypatch):
     "Not taken for 7 billion weights since its files are not here yet."
-    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path))
-    folder = tmp_path/'models--some--model'/'snapshots'/'1'
-    folder.parent.mkdir(parents=True)
+    hub.mkdir(parents=True)
     asked = []
+
     def download(spec):
         asked.append(spec)
-        os.rename(of_size(tmp_path/'smol', 135*10**6), folder)
+        of_size(hub/'1', 135*10**6)
     monkeypatch.setattr(preflight, 'hub_snapshot', download)
-    given = dict(policy='some/model', preferences=str(base/'annotators'))
-    run = Run(RewardModelConfig(**given), dict(settings={}))
+    labels = str(base/'annotators')
+    run = Run(RewardModelConfig(policy='some/model', preferences=labels), dict(settings={}))
     assert run.cfg.learning_rate == 5e-6
-    for _ in range(2): settle(run, load_tokenizer(str(base/'sft')), load_records(
-        str(base/'annotators'), 'preferences', 'preference'))
+    tokenizer = load_tokenizer(str(base/'sft'))
+    for _ in range(2):
+        settle(run, tokenizer, load_records(labels, 'preferences', 'preference'))
     assert run.cfg.learning_rate == rate(RewardModelConfig, 135*10**6) > 3e-5
     assert asked == ['some/model']
 
@@ -145,10 +162,13 @@ def test_a_run_fits_what_was_left_open_to_its_data(base, tmp_path, capsys):
     settle(run, tokenizer, long)
     cfg = run.cfg
     assert len(pairs)*cfg.epochs/cfg.batch_size >= 25
-    assert cfg.max_prompt > 256 and cfg.max_length >= cfg.max_prompt + cfg.max_new_tokens
-    assert {*run.config['settings']} == {*cfg.left_open} and cfg.warmup == .2
+    assert cfg.max_prompt > 256
+    assert cfg.max_length >= cfg.max_prompt + cfg.max_new_tokens
+    assert {*run.config['settings']} == {*cfg.left_open}
+    assert cfg.warmup == .2
     said = capsys.readouterr().out
-    assert said.startswith('the first of 60 records') and said.count('learned, ') == 2
+    assert said.startswith('the first of 60 records')
+    assert said.count('learned, ') == 2
     assert '135M weights, 60 records, lora_rank 0' in said.splitlines()[-1]
     assert f'learning_rate {cfg.learning_rate:g}' in said
     # what was set stays
@@ -157,28 +177,22 @@ def test_a_run_fits_what_was_left_open_to_its_data(base, tmp_path, capsys):
     assert (run.cfg.batch_size, run.cfg.max_prompt, run.cfg.epochs) == (32, 40, 3)
 
 
-def test_lengths_fit_what_a_loss_is_only_measured_on(base, tmp_path):
-    "Eight short demonstrations beside a longer held-out split."
-    given = dict(policy=of_size(tmp_path/'smol', 135*10**6), data=str(base/'world'))
-    short = [dict(instruction='Who?', output='A baker.')]*8
-    longer = [dict(instruction='Who?', output='A baker. '*200)]*40
-    run = Run(SFTConfig(**given, eval_split=''), dict(settings={}))
-    settle(run, load_tokenizer(str(base/'sft')), short, longer)
-    assert run.cfg.max_length > 400 and (run.cfg.batch_size, run.cfg.epochs) == (4, 3)
-
-
 @pytest.mark.parametrize('seed', range(5))
 def test_lengths_left_open_never_refuse_the_data_that_they_fit(base, tmp_path, seed):
     "However different what is learned, what a loss is measured on, and what is answered are."
     rng = np.random.default_rng(seed)
-    def rows(n, longest):
-        lengths = rng.integers(1, longest, (n, 2))
-        return [dict(instruction='a '*int(a), output='b '*int(b)) for a, b in lengths]
-    sizes = rng.permutation([4, 30, 200, 1500]), rng.permutation([20, 60, 300, 900])
-    sets = dict(zip(('sft', 'val', 'eval', 'apart'), map(rows, *sizes)))
-    for name, records in sets.items(): tiny.write(tmp_path/'data'/f'{name}.json', records)
+    sets = {}
+    sizes = rng.permutation([4, 30, 200, 1500])
+    for name, n, longest in zip(('sft', 'val', 'eval', 'apart'), sizes,
+                                rng.permutation([20, 60, 300, 900])):
+        rows = []
+        for a, b in rng.integers(1, longest, (n, 2)):
+            rows.append(dict(instruction='a '*int(a), output='b '*int(b)))
+        sets[name] = rows
+        tiny.write(tmp_path/'data'/f'{name}.json', rows)
     tokenizer = load_tokenizer(str(base/'sft'))
-    run = Run(SFTConfig(policy=str(base/'sft'), data=str(tmp_path/'data')), dict(settings={}))
+    cfg = SFTConfig(policy=str(base/'sft'), data=str(tmp_path/'data'))
+    run = Run(cfg, dict(settings={}))
     settle(run, tokenizer, sets['sft'], sets['apart'])
     for name, records in sets.items():
         lengths = preflight._token_counts(records, tokenizer=tokenizer, template='auto')
@@ -187,7 +201,7 @@ def test_lengths_left_open_never_refuse_the_data_that_they_fit(base, tmp_path, s
             check_limit(lengths[limit], getattr(run.cfg, limit), name, limit)
 
 
-def test_a_split_that_nobody_reads_need_not_be_there(base, tmp_path, monkeypatch):
+def test_a_split_that_nobody_reads_need_not_be_there(base, tmp_path):
     "PPO's val split without a judge, in a folder and in one file."
     rows = load_records(str(base/'world'), 'unlabeled', n=12)
     given = dict(policy=str(base/'sft'), reward_model=str(base/'reward_model'))
@@ -201,8 +215,10 @@ def test_a_split_that_nobody_reads_need_not_be_there(base, tmp_path, monkeypatch
 
 
 def test_a_run_records_what_it_took_and_a_set_value_makes_another(base, tmp_path, capsys):
-    given = {k: v for k, v in tiny.settings('dpo', base, out=str(tmp_path/'dpo')).items()
-             if k not in ('learning_rate', 'beta', 'epochs')}
+    given = tiny.settings('dpo', base, out=str(tmp_path/'dpo'))
+    left_open = {'learning_rate', 'beta', 'epochs'}
+    for name in left_open:
+        del given[name]
     cfg = DPOConfig(**given)
     dpo.train(cfg)
     config = read_json(tmp_path/'dpo'/'config.json')
@@ -250,39 +266,34 @@ def test_each_sign_of_trouble_is_told_once_and_only_then(later, warning, capsys)
     health(WELL | dict(loss=.9, chosen=-9., val_loss=.72))
     health(WELL | dict(kl=-.22, kl_standard_error=.2))   # of eight answers
     assert not health.warnings
-    for _ in range(2): health(dict(WELL, chosen=-9.) | later, 'step 3: ')
+    for _ in range(2):
+        health(dict(WELL, chosen=-9.) | later, 'step 3: ')
     found, = health.warnings.values()
-    assert warning in found and found.startswith('step 3: ')
+    assert warning in found
+    assert found.startswith('step 3: ')
     assert capsys.readouterr().out == found + '\n'
     figures = {re.sub('_(jump|ratio|rise|high)$', '', name) for name, *_ in CHECKS}
     assert figures <= {*WELL}
 
 
-def test_pairs_known_by_heart_are_no_jump(capsys):
-    "Beside others of the second pass that are not; in the first pass all are new."
-    for epoch in (1, 2):
-        health = Health()
-        for chosen in (0., 12., -1.): health(dict(chosen=chosen, epoch=epoch))
-        assert len(health.warnings) == 2 - epoch
-
-
 @pytest.mark.parametrize('rate, moved', [(1e-6, False), (1e-2, True)])
 def test_weights_in_16_bits_that_cannot_move_are_told(base, tmp_path, rate, moved):
-    given = tiny.settings('sft', base, out=str(tmp_path/'sft'), dtype='bfloat16', eval_split='',
-                          master_weights=False)
-    summary = read_summary(sft.train(SFTConfig(**given | dict(learning_rate=rate))).folder)
-    before, after = (load_policy(str(p), SFTConfig(dtype='float32')).model.state_dict()
-                     for p in (given['policy'], tmp_path/'sft'))
-    share = np.mean([(before[k].bfloat16() != after[k]).float().mean().item() for k in before])
-    told = any('set master_weights to true' in w for w in summary.get('warnings', []))
-    assert (share > .5) == moved == (not told)
+    run = tiny.run('sft', base, tmp_path/'sft', dtype='bfloat16', eval_split='',
+                   master_weights=False, learning_rate=rate)
+    before = load_policy(run.cfg.policy, SFTConfig(dtype='bfloat16')).model.state_dict()
+    after = load_policy(run.cfg.out, SFTConfig(dtype='bfloat16')).model.state_dict()
+    shares = [(w != after[k]).float().mean().item() for k, w in before.items()]
+    assert (np.mean(shares) > .5) == moved
+    warned = ' '.join(read_summary(run.folder).get('warnings', []))
+    assert ('master_weights' in warned) == (not moved)
 
 
 def test_best_of_n_says_that_its_answers_are_cut_off(base, tmp_path, capsys):
-    given = tiny.settings('best_of_n', base, out=str(tmp_path/'best'), max_new_tokens=2)
-    summary = read_summary(best_of_n.run(best_of_n.BestOfNConfig(**given)).folder)
-    assert summary['ended'] < .5 and any('raise max_new_tokens' in w for w in summary['warnings'])
-    assert 'raise max_new_tokens' in capsys.readouterr().out
-    for _ in range(2): read_answers(given['out'])   # as a board does
-    said = capsys.readouterr().out
-    for warning in summary['warnings']: assert said.count(f'{given["out"]}: {warning}\n') == 1
+    "So does a board with them, once."
+    run = tiny.run('best_of_n', base, tmp_path/'best', max_new_tokens=2)
+    warning, = read_summary(run.folder)['warnings']
+    assert 'max_new_tokens' in warning
+    assert warning in capsys.readouterr().out
+    for _ in range(2):
+        read_answers(run.cfg.out)
+    assert capsys.readouterr().out.count(warning) == 1

@@ -171,6 +171,7 @@ def longest(pairs):
     return [1. + (len(p['output_2']) > len(p['output_1'])) for p in pairs]
 
 
+@pytest.mark.slow
 def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     judge = f'{__name__}:longest'
     more = dict(max_length=158, max_prompt=140, eval_instances=6, data=str(talks))
@@ -214,6 +215,7 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     assert {Path(m).name for m in made} <= ranked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('judge', ['harmlessness/harmless', 'helpfulness/helpful',
                                    'harmlessness/harmless_helpful'])
 def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):

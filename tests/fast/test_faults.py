@@ -242,6 +242,7 @@ def test_what_is_damaged_at_resume_is_named(base, tmp_path, monkeypatch):
 def full_disk(*_, **__): raise OSError(errno.ENOSPC, 'No space left on device')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('name', ['model', 'outputs.json', 'summary.json', 'state.safetensors',
                                   'log.jsonl'])
 def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
@@ -548,6 +549,7 @@ def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
     assert 'model.safetensors is damaged' in failed
 
 
+@pytest.mark.slow
 def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
     model = tmp_path/'sft'
     shutil.copytree(base/'sft'/'model', model)
@@ -610,6 +612,7 @@ BROKEN = dict(   # by notebook: settings, and which file of what they name is da
     bring_your_own='prompts/eval preferences/preferences demonstrations/labels')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('notebook, broken', [
     (notebook, path) for notebook, paths in BROKEN.items() for path in paths.split()], ids=str)
 def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monkeypatch, notebook,
@@ -659,6 +662,7 @@ class OwnTokenizer(PreTrainedTokenizerFast): pass
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('file, settings', [
     ('config.json', dict(model_type='own_kind', auto_map=dict(AutoConfig='own.OwnConfig'))),
     ('tokenizer_config.json', dict(tokenizer_class='OwnTokenizer',

@@ -7,14 +7,19 @@ torch.set_num_threads(1)
 
 
 def test_selected_logprobs_holds_one_chunk_of_logits():
-    rows, words, chunk, largest = 300, 500, 32, 0
+    rows = 300
+    words = 500
+    chunk = 32
+    largest = 0
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, f, types, args=(), kwargs=None):
             nonlocal largest
             out = f(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor): largest = max(largest, out.numel())
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
             return out
-    h, w = torch.randn(rows, 8, requires_grad=True), torch.randn(words, 8, requires_grad=True)
+    h = torch.randn(rows, 8, requires_grad=True)
+    w = torch.randn(words, 8, requires_grad=True)
     for more in ({}, dict(scale=.5, cap=30.)):   # a capped head, too
         with Watch():
             selected_logprobs(h, w, torch.arange(rows), chunk=chunk, **more).sum().backward()

@@ -22,9 +22,11 @@ def theirs(model, prompt, steps):
     return answer[:answer.index(2) + 1] if 2 in answer else answer
 
 
+@pytest.mark.slow
 def test_lora_and_checkpointing_change_nothing():
     from peft import LoraConfig, get_peft_model
-    prompts, plain = ragged(20), tokens(generate(policy('llama'), ragged(20), 1, 12, 0))
+    prompts = ragged(20)
+    plain = tokens(generate(policy('llama'), ragged(20), 1, 12, 0))
     config = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], init_lora_weights=False)
     model = get_peft_model(family('llama'), config).eval()
     found = [x for x, in tokens(generate(Policy(model.get_base_model()), prompts, 1, 12, 0))]
@@ -34,7 +36,8 @@ def test_lora_and_checkpointing_change_nothing():
     model = family('llama')
     model.gradient_checkpointing_enable()
     model.train()
-    assert tokens(generate(Policy(model), prompts, 1, 12, 0)) == plain and model.training
+    assert tokens(generate(Policy(model), prompts, 1, 12, 0)) == plain
+    assert model.training
 
 
 @pytest.mark.parametrize('prompts', [ragged(20), [[5] * 9, [6] * 9]], ids=['padded', 'alike'])
@@ -49,7 +52,8 @@ def test_steps_that_a_gpu_can_replay_give_the_same_samples(monkeypatch, prompts)
     monkeypatch.setattr(generation._FixedStep, 'compute',
                         lambda self, state: steps.append(compute(self, state)))
     found = sample()
-    assert len(steps) > 40 and tokens(found) == tokens(expected)
+    assert len(steps) > 40
+    assert tokens(found) == tokens(expected)
     for a, b in zip(sum(found, []), sum(expected, [])):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 

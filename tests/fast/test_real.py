@@ -1,13 +1,13 @@
 """Crowd, pool and sizes of the real world; `slow/test_notebooks.py` makes its farm whole."""
 import numpy as np
-import pytest
 
 from alpaca_farm import real
 
 
 def test_a_crowd_sees_what_the_pool_overlooks():
     words = real.WordModel(['the cat sat on the mat', 'the dog ran'])
-    right, wrong = 'The cat sat.', 'The cat sat on the mat and the dog ran there. ' * 3
+    right = 'The cat sat.'
+    wrong = 'The cat sat on the mat and the dog ran there. ' * 3
     asked = [f'Why? {real.CONDITIONS[c][0]}' for c in ('short', 'sentence')]
     pairs = [dict(instruction=i, output_1=wrong, output_2=right) for i in asked]
     crowd, pool = (real.sample_judges(n, words, seed=3) for n in ('crowd', 'pool'))
@@ -17,11 +17,3 @@ def test_a_crowd_sees_what_the_pool_overlooks():
 
 def test_texts_of_one_likelihood_have_the_unit_one():
     assert real.WordModel(['a cat sat'], ['a cat']*7).sd == 1
-
-
-@pytest.mark.parametrize('text, error', [('dpoo: {}', 'Did you mean dpo'), ('', 'real_none')])
-def test_bad_sizes_are_refused(tmp_path, text, error):
-    file = tmp_path/'real_none.yaml'
-    if text: file.write_text(text)
-    with pytest.raises((TypeError, FileNotFoundError), match=error):
-        real.RealConfig(sizes=str(file))

@@ -26,23 +26,30 @@ def config(base, **more): return RRHFConfig(**tiny.settings('rrhf', base) | more
 
 def brute(p, r, reduction):
     "Equation 2, pair by pair, for one query."
-    pairs = itertools.permutations(range(len(p)), 2)
-    costs = [max(0., p[i] - p[j]) for i, j in pairs if r[i] < r[j]]
+    costs = []
+    for i, j in itertools.permutations(range(len(p)), 2):
+        if r[i] < r[j]:
+            costs.append(max(0., p[i] - p[j]))
     return sum(costs)/(max(1, len(costs)) if reduction == 'mean' else 1)
 
 
 @pytest.mark.parametrize('reduction', ['sum', 'mean'])
 @pytest.mark.parametrize('ties', [False, True])
 def test_rank_loss(reduction, ties):
-    p, r, sizes = randn(7, 6), randn(7, 6, seed=1), [6, 1, 2, 5, 6, 3, 4]
-    if ties: r = r.round()
-    mask = torch.tensor([[i < n for i in range(6)] for n in sizes])
-    want = [brute(a[:n], b[:n], reduction) for a, b, n in zip(p.tolist(), r.tolist(), sizes)]
+    "In float64, of queries with few candidates and many; what the mask hides does not matter."
+    p = randn(7, 6)
+    r = randn(7, 6, seed=1)
+    if ties:
+        r = r.round()
+    sizes = torch.tensor([6, 1, 2, 5, 6, 3, 4])
+    mask = torch.arange(6) < sizes[:, None]
+    want = []
+    for a, b, n in zip(p.tolist(), r.tolist(), sizes):
+        want.append(brute(a[:n], b[:n], reduction))
     wanted = torch.tensor(want, dtype=torch.float64)
-    for hidden in (0., 1e6, float('nan'), float('inf')):  # what the mask hides does not matter
+    for hidden in (0., 1e6, float('nan'), float('inf')):
         found = rrhf_loss(p.masked_fill(~mask, hidden), r.masked_fill(~mask, 7.), mask, reduction)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-    assert want[1] == 0 and sum(want) > 0
     order = torch.randperm(6)
     again = rrhf_loss(p[:, order], r[:, order], mask[:, order], reduction)
     torch.testing.assert_close(again, found)
@@ -50,16 +57,19 @@ def test_rank_loss(reduction, ties):
 
 @pytest.fixture(scope='module')
 def some(base, models):
-    "Twelve queries of two or three scored candidates, their prompts, and a configuration."
-    cfg, rng = config(base), np.random.default_rng(0)
-    loaded, left_out = rrhf._load_queries(Run(cfg, dict(settings={})), models.tokenizer)
-    queries, prompts = zip(*loaded)
-    queries = [select_candidates(q, [0, 1] if i % 3 else range(len(q['output'])))
-               for i, q in enumerate(queries[:12])]
-    assert left_out < 10 and {len(q['output']) for q in queries} == {2, 3}
-    # a small reward model's scores are mostly the policy's own likelihoods, all in order
-    queries = [dict(q, scores=rng.normal(size=len(q['output'])).tolist()) for q in queries]
-    return queries, prompts[:12], cfg
+    "Twelve queries of two or three scored candidates, and their prompts."
+    rng = np.random.default_rng(0)
+    loaded, left_out = rrhf._load_queries(Run(config(base), dict(settings={})), models.tokenizer)
+    assert left_out < 10
+    queries = []
+    for i, (query, _) in enumerate(loaded[:12]):
+        if i % 3:
+            query = select_candidates(query, [0, 1])
+        # a small reward model's scores are mostly the policy's own likelihoods, all in order
+        scores = rng.normal(size=len(query['output'])).tolist()
+        queries.append(dict(query, scores=scores))
+    assert {len(q['output']) for q in queries} == {2, 3}
+    return queries, [prompt for _, prompt in loaded[:12]]
 
 
 @pytest.fixture(scope='module')
@@ -67,105 +77,30 @@ def policy(base, models): return load_policy(str(base/'sft'), models.cfg)
 
 
 @torch.no_grad()
-def by_hand(policy, models, query, prompt, cfg):
+def by_hand(policy, tokenizer, query, prompt, cfg):
     "One query's losses, each candidate read alone, and divided by its own length."
-    tokens = rrhf._candidate_tokens(query, models.tokenizer)
-    sums = [logprobs(policy, collate([prompt], [ids], 0)).sum().item() for ids in tokens]
-    p = [s/len(ids)**cfg.length_penalty for s, ids in zip(sums, tokens)]
+    sums = []
+    means = []
+    for ids in rrhf._candidate_tokens(query, tokenizer):
+        sums.append(logprobs(policy, collate([prompt], [ids], 0)).sum().item())
+        means.append(sums[-1]/len(ids)**cfg.length_penalty)
     best = query['scores'].index(max(query['scores']))
-    return dict(rank=brute(p, query['scores'], cfg.rank_reduction), nll=-sums[best])
+    return dict(rank=brute(means, query['scores'], cfg.rank_reduction), nll=-sums[best])
 
 
 @pytest.mark.parametrize('more', [
     {}, dict(rank_reduction='sum', length_penalty=0.),
     dict(length_penalty=.5, rrhf_weight=.5)], ids=str)
 def test_step_is_every_candidate_read_alone(base, models, some, more):
-    "Ragged k, batches of any size, any padding: the same losses."
-    (queries, prompts, _), cfg = some, config(base, **more)
-    want = [by_hand(models.policy, models, q, p, cfg) for q, p in zip(queries, prompts)]
-    whole, pad = rrhf_batch([*zip(queries, prompts)], models.tokenizer), torch.nn.functional.pad
-    wider = {k: pad(v, (0, 9)) if v.ndim == 3 else v for k, v in whole.items()}
-    room = lambda v: (0, 0)*(v.ndim - 2) + (0, 2)
-    wider = {k: pad(v, room(v)) if v.ndim > 1 else v for k, v in wider.items()}
-    for batch in (whole, wider):
-        found = rrhf_step(models.policy, batch, cfg)
-        for name in ('rank', 'nll'):
-            each = torch.tensor([w[name] for w in want])
-            torch.testing.assert_close(found[name].float(), each, rtol=1e-4, atol=1e-4)
-        total = cfg.rrhf_weight*found['rank'] + found['nll']
-        torch.testing.assert_close(found['loss'], total)
-    assert found['rank'].max() > 0 and ((0 <= found['accuracy']) & (found['accuracy'] <= 1)).all()
-
-
-def test_nothing_is_longer_than_allowed(base, models, capsys):
-    "What is left out is counted; the notebook shows which candidates are."
-    loaded, left_out = rrhf._load_queries(Run(config(base, max_length=40), dict(settings={})), models.tokenizer)
-    longest = max(len(p) + len(ids) for q, p in loaded
-                  for ids in rrhf._candidate_tokens(q, models.tokenizer))
-    assert longest <= 40 and left_out == 60 - len(loaded) > 0
-    assert f'{left_out} of 60 queries' in capsys.readouterr().out
-
-
-ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', 'Hi!', 'No.'],
-             scores=[.1, .3, .9, -2]),
-        dict(query='Name a colour.\nA dark one.', responses=['Blue\u2028.', 'Red.'], scores=[2, 1],
-             origin_scores=[[5, 5], [1, 2]])]
-
-
-def test_rrhf_files(tmp_path):
-    path = write(tmp_path/'train_data.jsonl', ROWS, lines=True)
-    one, two = _read_candidates(path)
-    assert one['messages'] == [dict(role='user', content='Hi')]
-    assert two['instruction'] == ROWS[1]['query'] and two['source'] == ['chosen', 'rejected']
-    assert two['origin_scores'] == ROWS[1]['origin_scores']
-    samples = merge_candidates(path, ['sample'])
-    assert [q['output'] for q in samples] == [['Yes?', 'Hello.'], []]
-
-
-def test_kinds_are_merged_by_instruction(tmp_path):
-    ask, folder = dict(instruction='Greet me.', input=''), tmp_path/'run'
-    pair = dict(ask, output_1='Hm.', output_2='Good day!', preference=1.8)
-    trl = dict(prompt='Greet me.', chosen='Servus.', rejected='Bah.')
-    first, second = merge_candidates([
-        write(tmp_path/'mine.json', [dict(ask, output=['Hello!', 'Go'], ended=[True, False])]),
-        write(tmp_path/'gpt.json', [dict(ask, output='Hail.', generator='gpt'),
-                                    dict(instruction='Bye.', output='Bye.')]),
-        write(tmp_path/'pairs.jsonl', [pair], lines=True), write(tmp_path/'trl.json', [trl])])
-    both = ['chosen', 'rejected']
-    assert first['output'] == ['Hello!', 'Go', 'Hail.', 'Good day!', 'Hm.', 'Servus.', 'Bah.']
-    assert first['source'] == ['mine', 'mine', 'gpt', *both, *both]
-    assert first['scores'][:3] == [None]*3
-    assert first['scores'][3:] == pytest.approx([.8, .2, 1., 0.])
-    assert first['ended'] == [True, False] + [True]*5
-    assert second['output'] == ['Bye.'] and second['source'] == ['gpt']
-    folder.mkdir()
-    for name, output in (('outputs', 'a'), ('candidates', ['a', 'b'])):   # the latter count
-        write(folder/f'{name}.json', [dict(ask, output=output)])
-        assert _read_candidates(str(folder))[0]['output'] == list(output)
-
-
-@pytest.mark.parametrize('rows, message', [
-    ([dict(query='x', responses='y')], 'row 0: .*responses'), ([], 'no records'),
-    ([dict(query='x', responses=['y', 'z'], scores=[1.])], "row 0: 'scores'"), ([1], 'a record'),
-    ([dict(query='x', responses=['y', 3])], "row 0: .*'output'"),
-    ([dict(prompt='x', chosen='y', rejected='z'), dict(prompt='x')], "row 1: .*'output_1'"),
-    ([dict(instruction='x', output=['y', 'z'], ended=True)], "row 0: 'ended'")])
-def test_bad_files(tmp_path, rows, message):
-    file = write(tmp_path/'bad.json', rows)
-    with pytest.raises(ValueError, match=message): _read_candidates(file)
-
-
-def not_a_number(records): return [float('nan')]*len(records)
-def indifferent(records): return [3.]*len(records)
-
-
-@pytest.mark.parametrize('more, message', [
-    (dict(reward_model=''), 'score is None'), (dict(sources=['gpt']), 'sources'),
-    (dict(reward_model='test_rrhf:not_a_number'), 'not a finite number'),
-    (dict(reward_model='test_rrhf:indifferent', missing_eos=''), 'nothing to rank')], ids=str)
-def test_what_cannot_be_learned_from(base, tmp_path, more, message):
-    with pytest.raises(ValueError, match=message): run(base, tmp_path/'rrhf', **more)
-    assert not (tmp_path/'rrhf'/'candidates.json').exists() and not read_summary(tmp_path/'rrhf')
+    queries, prompts = some
+    cfg = config(base, **more)
+    found = rrhf_step(models.policy, rrhf_batch([*zip(queries, prompts)], models.tokenizer), cfg)
+    for i, (query, prompt) in enumerate(zip(queries, prompts)):
+        want = by_hand(models.policy, models.tokenizer, query, prompt, cfg)
+        for name, value in want.items():
+            assert found[name][i].item() == pytest.approx(value, rel=1e-4, abs=1e-4)
+    torch.testing.assert_close(found['loss'], cfg.rrhf_weight*found['rank'] + found['nll'])
+    assert found['rank'].max() > 0
 
 
 def run(base, out, **more):
@@ -174,62 +109,82 @@ def run(base, out, **more):
 
 
 def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, tmp_path):
-    (log, summary), cfg = run(base, tmp_path/'rrhf'), config(base)
-    policy = load_policy(str(base/'sft'), models.cfg)
-    queries, prompts = zip(*rrhf._load_queries(Run(cfg, dict(settings={})), models.tokenizer)[0])
+    log, summary = run(base, tmp_path/'rrhf')
+    cfg = config(base)
+    loaded, _ = rrhf._load_queries(Run(cfg, dict(settings={})), models.tokenizer)
+    prompts = [prompt for _, prompt in loaded]
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
-    assert [q['output'] for q in pool] == [q['output'] for q in queries]
-    tokens = [rrhf._candidate_tokens(q, models.tokenizer) for q in queries]
-    longest = [len(p) + max(map(len, ts)) for p, ts in zip(prompts, tokens)]
+    assert [q['output'] for q in pool] == [q['output'] for q, _ in loaded]
+    longest = []
+    for query, prompt in loaded:
+        tokens = rrhf._candidate_tokens(query, models.tokenizer)
+        longest.append(len(prompt) + max(map(len, tokens)))
     rows = rrhf.batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)[0]
-    want = [by_hand(policy, models, pool[i], prompts[i], cfg) for i in rows]
+    policy = load_policy(str(base/'sft'), models.cfg)
+    want = [by_hand(policy, models.tokenizer, pool[i], prompts[i], cfg) for i in rows]
     for name in ('rank', 'nll'):
         mean = sum(w[name] for w in want)/len(want)
         assert log[0][name] == pytest.approx(mean, rel=1e-3)
-    assert log[0]['loss'] == pytest.approx(log[0]['rank'] + log[0]['nll'], rel=1e-5)
     assert {'kl', 'length', 'ended', 'reward', 'perplexity', 'sample_std'} <= set(summary)
     assert summary['labels'] == read_summary(base/'reward_model')['labels']
-    assert summary['sample_mean'] < summary['sample_max'] and summary['queries'] == len(pool)
+    assert summary['queries'] == len(pool)
 
 
 def brevity(records): return [-float(len(r['output'].split())) for r in records]
 
 
+@pytest.mark.slow
 def test_ranks_are_learned(base, tmp_path):
     "By heart: pairs come into order. Imitation holds the likelihood of the best."
-    rows, file = read_json(base/'world'/'sft.json'), tmp_path/'pairs.json'
-    pairs = [dict(r, output_1=r['output'], output_2=s['output'], preference=1 + i % 2)
-             for i, (r, s) in enumerate(zip(rows, rows[1:])) if brevity([r]) != brevity([s])]
-    more = dict(candidates=write(file, pairs), max_instances=8, epochs=40, learning_rate=2e-3,
-                eval_split='', reward_model='test_rrhf:brevity')
+    rows = read_json(base/'world'/'sft.json')
+    pairs = []
+    for i, (r, s) in enumerate(zip(rows, rows[1:])):
+        if brevity([r]) != brevity([s]):
+            pairs.append(dict(r, output_1=r['output'], output_2=s['output'], preference=1 + i % 2))
+    more = dict(candidates=write(tmp_path/'pairs.json', pairs), max_instances=8, epochs=40,
+                learning_rate=2e-3, eval_split='', reward_model='test_rrhf:brevity')
     ranked, _ = run(base, tmp_path/'ranked', rrhf_weight=1e4, **more)
     both, _ = run(base, tmp_path/'both', rrhf_weight=10., **more)
-    assert ranked[0]['accuracy'] < .8 and ranked[-1]['accuracy'] > .95 and ranked[-1]['rank'] < .01
-    assert both[-1]['accuracy'] > .9 and both[-1]['nll'] < min(both[0]['nll'], ranked[-1]['nll'])
+    assert ranked[0]['accuracy'] < .8
+    assert ranked[-1]['accuracy'] > .95
+    assert ranked[-1]['rank'] < .01
+    assert both[-1]['accuracy'] > .9
+    assert both[-1]['nll'] < min(both[0]['nll'], ranked[-1]['nll'])
 
 
 def pools(folder, *steps):
+    "The pools of candidates that a run has left: at first, and of some steps."
     names = ['candidates.json', *(f'candidates-{s}.json' for s in steps)]
     assert sorted(p.name for p in folder.glob('candidates*')) == sorted(names)
     return [read_json(folder/name) for name in names]
 
 
+def texts(pool, own):
+    "Candidates of the policy itself, or of the files."
+    found = set()
+    for query in pool:
+        for text, source in zip(query['output'], query['source']):
+            if (source == 'policy') == own:
+                found.add(text)
+    return found
+
+
 def test_new_candidates_are_of_the_policy_as_it_has_become(base, tmp_path):
     run(base, tmp_path/'a', n=2, k=5, epochs=2, refresh_every=2, max_instances=16, eval_split='')
     first, second = pools(tmp_path/'a', 2)
-    of = lambda pool, own: [t for q in pool for t, s in zip(q['output'], q['source'])
-                            if (s == 'policy') == own]
-    assert len(of(first, True)) > 20 and not set(of(first, True)) & set(of(second, True))
-    assert set(of(first, False)) == set(of(second, False))
-    assert all(q['source'].index('policy') == 0 and len(q['output']) == 5 for q in first)
+    assert len(texts(first, True)) > 20
+    assert not texts(first, True) & texts(second, True)
+    assert texts(first, False) == texts(second, False)
+    assert {len(q['output']) for q in first} == {5}
 
 
 def test_online_is_refreshed_within_an_epoch(base, tmp_path):
     log, _ = run(base, tmp_path/'a', candidates='', n=3, k=3, refresh_every=2, max_instances=40,
                  eval_split='', missing_eos='')
     found = pools(tmp_path/'a', 2, 4)
-    assert len(log) == 5 and [len(p) for p in found] == [16, 16, 8]  # of the coming steps alone
-    assert {s for p in found for q in p for s in q['source']} == {'policy'}
+    assert len(log) == 5
+    assert [len(p) for p in found] == [16, 16, 8]   # of the coming steps alone
+    assert not any(texts(p, False) for p in found)
 
 
 @pytest.mark.parametrize('decoding, groups', [('sample', 1), ('beam', 1), ('beam', 4)])
@@ -237,75 +192,62 @@ def test_own_candidates(base, models, decoding, groups):
     "Temperature matters where it is said to, and groups are different answers."
     def drawn(**more):
         cfg = config(base, n=4, decoding=decoding, groups=groups, **more)
-        given = models.policy, [{}]*6, models.prompts[:6]
-        return [d['output'] for d in rrhf._add_own_candidates(*given, cfg, 0)]
+        made = rrhf._add_own_candidates(models.policy, [{}]*6, models.prompts[:6], cfg, 0)
+        return [d['output'] for d in made]
     plain = drawn()
-    assert all(len(x) == 4 for x in plain) and sum(len(set(x)) for x in plain) > 18
+    assert {len(x) for x in plain} == {4}
+    assert sum(len(set(x)) for x in plain) > 18
     assert (drawn(temperature=.5) == plain) == (decoding != 'sample')
     if groups > 1:
-        assert all(len(set(x)) == 1 for x in drawn(diversity_penalty=0.))
-
-
-@pytest.mark.parametrize('shift', [-5., 5.])
-def test_cut_off_answers_are_last_in_any_unit(base, shift):
-    "A constant score of -1 would be the best where rewards are about -5."
-    def scores(*ended):
-        query = dict(instruction='x', output=['aaa', 'aa', 'a'], ended=ended)
-        score_of = lambda records: [len(r['output']) + shift for r in records]
-        return rrhf._score_pool([query], score_of, config(base))[0]['scores']
-    assert scores(False, True, True) == [0. + shift, 2. + shift, 1. + shift]
-    assert scores(False, False, False) == [-1.]*3  # none whole: a tie
+        assert {len(set(x)) for x in drawn(diversity_penalty=0.)} == {1}
 
 
 def test_own_samples_are_learned_from_as_drawn(base, models, tmp_path):
     "Their tokens are kept, not those that their text is encoded to."
     run(base, tmp_path/'a', n=2, max_instances=16, eval_split='', temperature=1.5)
     anew = 0
-    for q in read_json(tmp_path/'a'/'candidates.json'):
-        own = [decode(t, models.tokenizer) for t in q['tokens']]
-        assert len(own) == q['source'].count('policy') and own == q['output'][:len(own)]
-        ids = encode_responses(own, models.tokenizer, q['ended'][:len(own)])
-        batch = rrhf_batch([(q, [5]*4)], models.tokenizer)
-        for k, drawn in enumerate(q['tokens']):
-            assert batch['ids'][0, k][batch['response'][0, k].bool()].tolist() == drawn
-            anew += drawn != ids[k]
+    for query in read_json(tmp_path/'a'/'candidates.json'):
+        own = [decode(t, models.tokenizer) for t in query['tokens']]
+        assert len(own) == query['source'].count('policy')
+        assert own == query['output'][:len(own)]
+        encoded = encode_responses(own, models.tokenizer, query['ended'][:len(own)])
+        batch = rrhf_batch([(query, [5]*4)], models.tokenizer)
+        for k, drawn in enumerate(query['tokens']):
+            learned = batch['ids'][0, k][batch['response'][0, k].bool()]
+            assert learned.tolist() == drawn
+            anew += drawn != encoded[k]
     assert anew > 0
 
 
 @pytest.mark.parametrize('size, steps', [(1, range(1, 17)), (8, (1, 2))])
 def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch, size, steps):
     "Where all that was drawn is the same: counted, and not imitated; a step may have no other."
-    draw, batch, shown = rrhf._add_own_candidates, rrhf.rrhf_batch, []
-    def equal(*args):
-        twice = lambda q: q | {k: q[k][:1]*2 for k in (*LISTS, 'tokens')}
-        return [twice(q) if i % 2 else q for i, q in enumerate(draw(*args))]
-    def watched(queries, *args): return shown.extend(queries) or batch(queries, *args)
-    monkeypatch.setattr(rrhf, '_add_own_candidates', equal)
-    monkeypatch.setattr(rrhf, 'rrhf_batch', watched)
+    draw = rrhf._add_own_candidates
+
+    def every_second_alike(*given):
+        made = draw(*given)
+        for query in made[1::2]:
+            for k in (*LISTS, 'tokens'):
+                query[k] = query[k][:1]*2
+        return made
+    monkeypatch.setattr(rrhf, '_add_own_candidates', every_second_alike)
     log, summary = run(base, tmp_path/'a', batch_size=size, candidates='', n=2, k=2,
                        max_instances=16, eval_split='', missing_eos='')
     pool = read_json(tmp_path/'a'/'candidates.json')
-    assert summary['single'] == sum(len(q['output']) == 1 for q in pool) >= 8
-    assert {len(q['output']) for q, _ in shown} == {2} and len(shown) == 16 - summary['single']
+    alone = sum(len(q['output']) == 1 for q in pool)
+    assert summary['single'] == alone >= 8
     assert [r['step'] for r in log] == list(steps)   # a skipped step too
-    assert sum('loss' in r for r in log) == (len(shown) if size == 1 else 2)
-
-
-def test_scores_of_the_files(base, tmp_path):
-    "Preferences alone, two candidates a query."
-    _, summary = run(base, tmp_path, candidates=str(base/'annotators'), missing_eos='',
-                     reward_model='', eval_split='')
-    for q in read_json(tmp_path/'candidates.json'):
-        assert q['source'] == ['chosen', 'rejected'] and q['scores'][0] >= q['scores'][1]
-    assert summary['labels'] == read_summary(base/'annotators')['labels']
+    assert sum('loss' in r for r in log) == (16 - alone if size == 1 else 2)
 
 
 def test_perplexity(models):
     "Text by itself after the start token; newlines are spaces, nothing is one space."
-    texts, tokenizer = ['A snail can hide.', 'Good luck!', 'Go.\nGo.', ''], models.tokenizer
+    texts = ['A snail can hide.', 'Good luck!', 'Go.\nGo.', '']
+    tokenizer = models.tokenizer
     for text, ppl in zip(texts, rrhf.perplexities(models.policy, texts)):
         shown = text.replace('\n', ' ') or ' '
         ids = [tokenizer.bos_token_id, *tokenizer(shown, add_special_tokens=False)['input_ids']]
-        with torch.no_grad(): logits = models.policy.model(torch.tensor([ids])).logits[0]
+        with torch.no_grad():
+            logits = models.policy.model(torch.tensor([ids])).logits[0]
         logp = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
         assert ppl == pytest.approx(math.exp(-logp.mean().item()), rel=1e-4)

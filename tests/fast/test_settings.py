@@ -31,6 +31,7 @@ texts = st.sampled_from(NASTY) | st.text(max_size=20)
 def classes(): return [tiny.config_class(n) for n in NOTEBOOKS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('on_the_command_line', [False, True])
 def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_the_command_line):
     monkeypatch.setattr('alpaca_farm.core.run.settings.field_comments',
@@ -111,6 +112,7 @@ def test_settings_that_do_not_fit_each_other_are_refused(notebook, given, messag
         tiny.config(notebook, **given)
 
 
+@pytest.mark.slow
 def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tmp_path, capsys):
     a, b, c = (str(tmp_path/f'{name}.yaml') for name in 'abc')
     def write(path, text): tmp_path.joinpath(path).write_text(text)
@@ -359,6 +361,7 @@ def installed(tmp_path_factory):
     return target
 
 
+@pytest.mark.slow
 def test_the_wheel_works_without_a_checkout(installed, tmp_path):
     code = '''
 from pathlib import Path

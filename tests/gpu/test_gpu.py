@@ -23,7 +23,8 @@ def run(name, base, out, **more):
 def test_the_losses_are_those_of_the_cpu(base, tmp_path, name):
     logs = [read_log(run(name, base, tmp_path/device, device=device).folder)
             for device in ('cpu', 'cuda')]
-    for a, b in zip(*logs, strict=True): assert a['loss'] == pytest.approx(b['loss'], rel=2e-3)
+    for a, b in zip(*logs, strict=True):
+        assert a['loss'] == pytest.approx(b['loss'], rel=2e-3)
 
 
 @pytest.mark.parametrize('more', [

@@ -49,10 +49,12 @@ def copy(name, folder, **given):
     path = next((tiny.ROOT/'nbs').rglob(f'{name}.ipynb'))
     nb = json.loads(path.read_text())
     for cell in nb['cells']:
-        if cell['cell_type'] == 'code': cell['outputs'] = []
+        if cell['cell_type'] == 'code':
+            cell['outputs'] = []
         if 'parameters' in cell['metadata'].get('tags', []):
             for k, v in given.items():
-                old, new = rf'^{k}(: [^=]*)? = .*?(\n?)$', f'{k} = {v!r}\n'
+                old = rf'^{k}(: [^=]*)? = .*?(\n?)$'
+                new = f'{k} = {v!r}\n'
                 cell['source'] = [re.sub(old, lambda _: new, line) for line in cell['source']]
     (folder/f'{name}.ipynb').write_text(json.dumps(nb))
 
@@ -67,7 +69,8 @@ def browser():
 
 def opened(browser, address, name, width=1300):
     "A page with a notebook, and the addresses that it has asked for."
-    page, asked = browser.new_page(viewport=dict(width=width, height=900)), []
+    page = browser.new_page(viewport=dict(width=width, height=900))
+    asked = []
     page.on('request', lambda r: asked.append(r.url))
     page.set_default_timeout(1000*tiny.LONG)
     page.goto(f'{address}/lab/workspaces/{name}-{width}/tree/{name}.ipynb?reset')
@@ -77,7 +80,8 @@ def opened(browser, address, name, width=1300):
 
 
 def shot(page, name):
-    if SHOTS: page.screenshot(path=f'{SHOTS}/{name}.png')
+    if SHOTS:
+        page.screenshot(path=f'{SHOTS}/{name}.png')
 
 
 def section(page, title):
@@ -94,11 +98,13 @@ def code_line(page, start):
 
 
 def menu(page, *names):
-    for name in names: page.get_by_role('menuitem', name=re.compile(rf'^{name}')).first.click()
+    for name in names:
+        page.get_by_role('menuitem', name=re.compile(rf'^{name}')).first.click()
 
 
 def wait_until(condition):
-    while not condition(): time.sleep(.1)
+    while not condition():
+        time.sleep(.1)
 
 
 def test_a_run_is_interrupted_and_goes_on(base, lab, browser):
@@ -109,7 +115,8 @@ def test_a_run_is_interrupted_and_goes_on(base, lab, browser):
     page, asked = opened(browser, address, 'ppo')
     section(page, 'Run')
     code_line(page, 'kl_coef: float').click()
-    for key in ('Home', 'Shift+End'): page.keyboard.press(key)
+    for key in ('Home', 'Shift+End'):
+        page.keyboard.press(key)
     page.keyboard.type('kl_coef: float = 0.07')
     menu(page, 'Run', 'Run All Cells')
     wait_until(lambda: len(read_log(out)) > 4)
@@ -153,7 +160,8 @@ def test_five_pairs_by_mouse_and_keyboard(lab, browser, width):
     playwright.expect(widget.locator('[aria-live=polite]')).to_contain_text('Say 0.')
     widget.scroll_into_view_if_needed()
     for button in widget.locator('button').all():
-        text, box = button.inner_text(), button.bounding_box()
+        text = button.inner_text()
+        box = button.bounding_box()
         assert button.evaluate('b => b.scrollWidth <= b.clientWidth'), f'{text} is cut'
         assert box['x'] + box['width'] < width
     shot(page, f'labelling-{width}')

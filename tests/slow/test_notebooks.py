@@ -1,10 +1,6 @@
 """Every notebook of nbs/ executes through papermill; wrong parameters fail before any work."""
 import csv
 import re
-import shutil
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import nbformat
@@ -32,7 +28,9 @@ FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model')
 
 def own(f):
     "Settings of the notebooks that are run here, on the farm's runs in the folder `f`."
-    world, sft, references = f'{f}/world', f'{f}/sft', f'{f}/references'
+    world = f'{f}/world'
+    sft = f'{f}/sft'
+    references = f'{f}/references'
     return dict(
         rlcd=dict(data=world, policy=world, task=f'{tiny.ROOT}/tests/data/task.yaml',
                   max_instances=12, chunk=8),
@@ -125,14 +123,17 @@ def test_the_farm_in_the_real_world(made, monkeypatch):
     monkeypatch.setattr(farm, 'run_jobs', lambda jobs, **_: tiny.run_here(jobs))
     run = farm.run(farm.FarmConfig(world=str(folder/'real'), device='cpu'))
     board = pd.read_csv(run.folder/'leaderboard.csv', index_col='method')
-    assert {'sft', 'likeliest of 3', 'shortest of 3', 'dpo_crowd', 'rloo'} < {*board.index}
-    chosen = board.loc[['likeliest of 3', 'shortest of 3', 'best_of_n']]
-    assert board.loc['best of 3 by the utility'].utility >= chosen.utility.max()
+    assert {'sft', 'dpo_crowd', 'rloo'} < {*board.index}
+    best = board.utility['best of 3 by the utility']
+    for name in ('likeliest of 3', 'shortest of 3', 'best_of_n'):
+        assert best >= board.utility[name]
     parts = pd.read_csv(run.folder/'parts.csv')
-    assert {*parts.part} == {'kept', 'kept_new', 'fluency', 'utility'} and parts.notna().all(None)
-    pool, crowd = (read_json(folder/'real_runs'/f'annotators{end}'/'preferences.json')
-                   for end in ('', '_crowd'))
-    assert [p['output_1'] for p in pool] == [p['output_1'] for p in crowd] and pool != crowd
+    assert {*parts.part} == {'kept', 'kept_new', 'fluency', 'utility'}
+    assert parts.notna().all(None)
+    pool = read_json(folder/'real_runs'/'annotators'/'preferences.json')
+    crowd = read_json(folder/'real_runs'/'annotators_crowd'/'preferences.json')
+    assert [p['output_1'] for p in pool] == [p['output_1'] for p in crowd]
+    assert pool != crowd
     prompts = [p['instruction'] for p in pool]
     assert len(prompts) > 3*len({*prompts})   # all pairs of four answers
 
@@ -142,39 +143,44 @@ def test_notebook_executes(made, name):
     folder, outputs = made
     status, output = outputs.get(name, outputs['farm'])
     assert status == 0, output
-    cells = nbformat.read(folder/f'{FARMED.get(name, name)}.ipynb', 4).cells
-    code = [c for c in cells if c.cell_type == 'code' and c.source.strip()]
-    by_run = [c for c in cells if is_needed(c) and c.source.strip()]   # without demonstrations
-    assert all(c.execution_count for c in (code if name in WHOLE else by_run)) and len(by_run) >= 5
-    assert [o for c in code for o in c['outputs'] if o['output_type'] == 'error'] == []
-    for c in code:
-        assert len(c['outputs']) <= 6, 'a live line leaves one output behind'
-        for o in c['outputs']: assert 'Traceback' not in str(o.get('text', ''))
+    run = FARMED.get(name, name)
+    code = []
+    for cell in nbformat.read(folder/f'{run}.ipynb', 4).cells:
+        if cell.cell_type == 'code' and cell.source.strip():
+            code.append(cell)
+    for cell in code:
+        if name in WHOLE or is_needed(cell):   # the others demonstrate
+            assert cell.execution_count
+        assert len(cell.outputs) <= 6, 'a live line leaves one output behind'
+        for shown in cell.outputs:
+            assert shown.output_type != 'error'
+            assert 'Traceback' not in str(shown.get('text', ''))
     if name != 'pretrained':
-        out = folder/FARMED.get(name, name)
-        assert read_summary(out) and not list(out.rglob('.*'))
-        assert all(k in read_json(out/'config.json')
-                   for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
-        assert {'cpu_seconds', 'seconds', 'peak_memory_gb'} <= set(read_summary(out))
+        assert {'cpu_seconds', 'seconds', 'peak_memory_gb'} <= {*read_summary(folder/run)}
+        known = read_json(folder/run/'config.json')
+        assert {'settings', 'fingerprint', 'versions', 'commit', 'started'} <= {*known}
+        assert not list((folder/run).rglob('.*'))
+
+
+def where_of(name, folder, sizes):
+    "The settings that say where a study finds its runs, in the tiny farm's folder."
+    sft = f'{folder}/sft'
+    places = dict(
+        human_labels=dict(folder=f'{folder}/{name}', policy=sft,
+                          preferences=f'{folder}/annotators'),
+        decoding=dict(policies=[sft, f'{folder}/best_of_n'], reference=sft,
+                      data=f'{folder}/world', out=f'{folder}/{name}'),
+        ppo_single=dict(sft=f'{sft}/model', prompts=f'{folder}/world/unlabeled.json',
+                        reward_model=f'{folder}/reward_model/model', out=f'{folder}/{name}/model'),
+        regret=dict(folders=[str(folder)]*2))   # one replicate for two
+    return places.get(name, dict(runs=str(folder), size=sizes))
 
 
 @pytest.mark.parametrize('name', STUDIES | TOUR)
 def test_study_executes(made, sizes, name):
     "The tour, or a study of one replicate, on the tiny farm's runs where it reads the farm's."
     folder = made[0]
-    where = dict(runs=str(folder), size=sizes)
-    if name == 'human_labels':
-        where = dict(folder=str(folder/name), policy=str(folder/'sft'),
-                     preferences=str(folder/'annotators'))
-    if name == 'decoding':
-        sft = str(folder/'sft')
-        where = dict(policies=[sft, str(folder/'best_of_n')], reference=sft,
-                     data=str(folder/'world'), out=str(folder/name))
-    if name == 'ppo_single':
-        where = dict(sft=str(folder/'sft'/'model'), prompts=str(folder/'world'/'unlabeled.json'),
-                     reward_model=str(folder/'reward_model'/'model'), out=str(folder/name/'model'))
-    if name == 'regret': where = dict(folders=[str(folder)]*2)   # one replicate for two
-    given = (STUDIES | TOUR)[name] | where
+    given = (STUDIES | TOUR)[name] | where_of(name, folder, sizes)
     notebook = name if name in TOUR else f'studies/{name}'
     status, output = forked(notebook, folder/f'{name}.ipynb', given)
     assert status == 0, output
@@ -183,48 +189,6 @@ def test_study_executes(made, sizes, name):
 
 
 def table(path): return list(csv.DictReader(open(path)))
-
-
-def test_farm_leaves_its_board(made):
-    farm_, rows = made[0]/'farm', table(made[0]/'farm'/'leaderboard.csv')
-    by = {r['method']: r for r in rows}
-    baselines = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4', 'bag of words',
-                 'bag of words_crowd', 'best of 4 by the utility', 'best without labels',
-                 'an expert'} | {*by} & {SUFFIX}
-    trained = {*methods(), *(f'{m}_crowd' for m in methods())}
-    assert {'sft', *baselines, *trained} == set(by)
-    assert {r['method'] for r in rows if r['kind'] == 'baseline'} == baselines
-    assert by['sft']['kind'] == 'reference'
-    best, longest = by['best of 4 by the utility'], by['longest of 4']
-    assert float(best['utility']) >= max(float(r['utility']) for r in (longest, by['sft']))
-    assert float(longest['length']) >= float(best['length'])
-    assert {r['trained_on'] for r in rows} == {'', 'pool', 'crowd'}
-    taught = trained | {'bag of words', 'bag of words_crowd'}
-    assert all(int(by[m]['labels']) > 0 and float(by[m]['cpu_seconds']) > 0 for m in taught)
-    for judge in ('crowd', 'pool', 'utility'):
-        assert float(by['sft'][judge]) == 50
-        for r in rows:
-            low, rate, high = (float(r[judge + end]) for end in ('_low', '', '_high'))
-            assert 0 <= low <= rate <= high <= 100
-    short = short_board(str(farm_))
-    baselines -= {'base model', 'longest of 4', 'an expert', 'bag of words_crowd'}
-    assert {*short.index} == {*methods(), *baselines} and short.shape[1] == 5
-    for m, row in short.iterrows():
-        for name, column in ((m, 'held-out crowd'), (f'{m}_crowd', 'labels: crowd')):
-            shown = float(by[name]['crowd']) if name in by else None
-            assert row[column].split(' ')[0] == ('' if shown is None else f'{shown:.1f}')
-    sim = {r['method']: r for r in table(farm_/'simulation.csv')}
-    assert set(sim) - {SUFFIX} == {'base model', 'sft', *methods()}
-    for m in methods():
-        assert (sim[m]['simulated'], sim[m]['transfer']) == (by[m]['pool'], by[m]['crowd'])
-        assert sim[m]['crowd'] == by[f'{m}_crowd']['crowd']
-    keys = {'spearman_simulated_crowd_low', 'gaining', 'crowd_groups', 'crowd_holm_differences',
-            'seconds'}
-    assert keys <= set(read_summary(farm_))
-    assert (farm_/'leaderboard.png').stat().st_size > 5000
-    curves = table(made[0]/'overoptimization'/'curves.csv')
-    assert {'kl', 'proxy', 'utility', 'utility_low', 'utility_high', 'crowd'} <= set(curves[0])
-    assert {'best_of_n', 'ppo', 'rloo', 'dpo, beta 0.3', 'quark'} <= {r['method'] for r in curves}
 
 
 def test_farm_does_nothing_twice(made, sizes):
@@ -241,7 +205,9 @@ def test_a_misspelt_parameter_fails_before_any_work(base, tmp_path):
     "What else is wrong with settings is tested without a notebook."
     given = tiny.settings('ppo', base, out=str(tmp_path/'out'), kl_coff=.1)
     status, said = executed('ppo', tmp_path/'a.ipynb', given)
-    assert status and 'Did you mean kl_coef?' in said and not (tmp_path/'out').exists()
+    assert status
+    assert 'Did you mean kl_coef?' in said
+    assert not (tmp_path/'out').exists()
 
 
 def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
@@ -253,17 +219,22 @@ def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
                 [bad]),
             Job(good, 'annotators', tiny.settings('annotators', base))]
     failed = run_jobs(jobs, 2)
-    assert len(failed) == 2 and 'bad.ipynb, cell ' in failed[0]
+    assert len(failed) == 2
+    assert 'bad.ipynb, cell ' in failed[0]
     assert '(nbs/annotators.ipynb)' in failed[0]
-    assert "row 0: the field 'output' is missing" in failed[0] and f'{bad} is missing' in failed[1]
-    assert read_summary(good)['labels'] == 60 and not read_summary(bad) and read_log(bad) == []
+    assert "row 0: the field 'output' is missing" in failed[0]
+    assert f'{bad} is missing' in failed[1]
+    assert read_summary(good)['labels'] == 60
+    assert not read_summary(bad)
+    assert read_log(bad) == []
     assert run_jobs(jobs[2:], 2) == []
 
 
 def test_what_a_run_warns_of_is_in_its_notebook_and_summary_and_told_by_its_job(base, tmp_path,
                                                                                capfd):
     "The run's cell ends in a semicolon; its first step is warned of, the others are not."
-    out, settings = str(tmp_path/'run'), tiny.settings('ppo', base, max_new_tokens=1)
+    out = str(tmp_path/'run')
+    settings = tiny.settings('ppo', base, max_new_tokens=1)
     assert run_jobs([Job(out, 'ppo', settings)], 1) == []
     warning = 'step 1: more than half of the answers never end: raise max_new_tokens'
     assert read_summary(out)['warnings'].count(warning) == 1
@@ -286,7 +257,8 @@ def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
     given = tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]
     shown = tiny.show_results(name, tiny.config(name, **given))
-    assert len(shown) > 1 and "'runs/" not in ''.join(shown)
+    assert len(shown) > 1
+    assert "'runs/" not in ''.join(shown)
 
 
 def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch):
@@ -295,11 +267,60 @@ def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch
     for platform in ('linux', 'darwin'):
         execution.warm_server.cache_clear()
         monkeypatch.setattr(execution.sys, 'platform', platform)
-        context, out = execution.warm_server(), tmp_path/platform
+        context = execution.warm_server()
+        out = tmp_path/platform
         assert context.get_start_method() == dict(linux='forkserver', darwin='spawn')[platform]
         status, output = forked('sft', tmp_path/f'{platform}.ipynb',
                                 tiny.settings('sft', base, out=str(out)))
         assert status == 0, output
         runs.append([row['loss'] for row in read_log(out)])
     execution.warm_server.cache_clear()
-    assert runs[0] == runs[1] and len(runs[0]) > 2
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 2
+
+
+BASELINES = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4', 'bag of words',
+             'bag of words_crowd', 'best of 4 by the utility', 'best without labels', 'an expert'}
+
+
+def test_the_farms_board_has_every_method_and_baseline(made):
+    rows = table(made[0]/'farm'/'leaderboard.csv')
+    by = {r['method']: r for r in rows}
+    trained = {*methods(), *(f'{m}_crowd' for m in methods())}
+    assert {*by} - {SUFFIX} == {'sft', *BASELINES, *trained}
+    for name in trained | {'bag of words', 'bag of words_crowd'}:
+        assert int(by[name]['labels']) > 0
+        assert float(by[name]['cpu_seconds']) > 0
+    best = by['best of 4 by the utility']
+    longest = by['longest of 4']
+    assert float(best['utility']) >= float(longest['utility'])
+    assert float(best['utility']) >= float(by['sft']['utility'])
+    assert float(longest['length']) >= float(best['length'])
+    for judge in ('crowd', 'pool', 'utility'):
+        assert float(by['sft'][judge]) == 50
+        for r in rows:
+            low = float(r[f'{judge}_low'])
+            high = float(r[f'{judge}_high'])
+            assert 0 <= low <= float(r[judge]) <= high <= 100
+
+
+def test_the_short_board_and_the_simulation_are_of_the_board(made):
+    folder = made[0]/'farm'
+    by = {r['method']: r for r in table(folder/'leaderboard.csv')}
+    short = short_board(str(folder))
+    assert {*methods(), 'greedy SFT', 'bag of words'} <= {*short.index}
+    for name in methods():
+        assert short['held-out crowd'][name].startswith(f'{float(by[name]["crowd"]):.1f} ')
+        crowd = float(by[f'{name}_crowd']['crowd'])
+        assert short['labels: crowd'][name].startswith(f'{crowd:.1f} ')
+    simulated = {r['method']: r for r in table(folder/'simulation.csv')}
+    assert {*simulated} - {SUFFIX} == {'base model', 'sft', *methods()}
+    for name in methods():
+        assert simulated[name]['simulated'] == by[name]['pool']
+        assert simulated[name]['transfer'] == by[name]['crowd']
+        assert simulated[name]['crowd'] == by[f'{name}_crowd']['crowd']
+    assert {'spearman_simulated_crowd_low', 'gaining', 'crowd_groups'} <= {*read_summary(folder)}
+    assert (folder/'leaderboard.png').stat().st_size > 5000
+    curves = table(made[0]/'overoptimization'/'curves.csv')
+    assert {'kl', 'proxy', 'utility', 'utility_low', 'utility_high', 'crowd'} <= {*curves[0]}
+    assert {'best_of_n', 'ppo', 'rloo', 'dpo, beta 0.3', 'quark'} <= {r['method'] for r in curves}

@@ -43,7 +43,8 @@ def project(base, tmp_path, monkeypatch):
     pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
     labels = [dict(p, annotator='Ann') for p in pairs[:5]]
     own = dict(prompts=prompts, pairs=pairs, labels=labels, small=SMALL)
-    for name, rows in own.items(): write_json(f'my/{name}.json', rows)
+    for name, rows in own.items():
+        write_json(f'my/{name}.json', rows)
     here = 'alpaca_farm.core.run.jobs.run_jobs'
     monkeypatch.setattr(here, lambda jobs, *_, **__: tiny.run_here(jobs))
     monkeypatch.setattr(execution, 'is_needed', lambda cell: cell.cell_type == 'code')
@@ -57,7 +58,8 @@ def shown(name, **more):
     given = tiny.given(words) | TINY[name] | more
     execution.run_notebook(notebook_path(name), Path(words[2]), given)
     cells = nbformat.read(words[2], 4).cells
-    while 'injected-parameters' not in cells.pop(0).metadata.get('tags', []): pass
+    while 'injected-parameters' not in cells.pop(0).metadata.get('tags', []):
+        pass
     texts = []
     for cell in cells:
         data = [o.get('data', {}) for o in cell.get('outputs', [])]
@@ -80,14 +82,17 @@ def test_from_files_to_what_to_keep(project, preferences, held_out):
     assert ('>labels: preferences<' in board) == ('dpo_crowd' in board) == preferences
     assert ('judges what its own labels have taught' in board) == (not held_out)
     assert 'was made before' not in board
-    assert 'runs/own has no utility' in board and 'has no parts.csv' in board
+    assert 'runs/own has no utility' in board
+    assert 'has no parts.csv' in board
     assert ('no comparison of simulation' in board) == (not preferences)
     assert ('has no simulation.csv' in board) == (not preferences)
 
     said = '\n'.join(shown('decide', seeds=seeds))
-    assert 'labels are missing: see above' in said and 'CPU minutes' not in said
+    assert 'labels are missing: see above' in said
+    assert 'CPU minutes' not in said
     pairs = read_json('runs/decide/to_label.json')
-    for p in pairs: p['preference'] = 1 + (len(p['output_2']) > len(p['output_1']))
+    for p in pairs:
+        p['preference'] = 1 + (len(p['output_2']) > len(p['output_1']))
     labels = [dict(p, annotator='Ann') for p in pairs]
     write_json('my/labels.json', read_json('my/labels.json') + labels)
     cells = shown('decide', seeds=seeds)
@@ -98,7 +103,8 @@ def test_from_files_to_what_to_keep(project, preferences, held_out):
     rows = {'dpo', 'best_of_n', 'bag of words'}
     of_people = {f'{row}_crowd' for row in rows} if preferences else set()
     found = {*table.second}
-    assert rows < found and {row for row in found if row.endswith('_crowd')} == of_people
+    assert rows < found
+    assert {row for row in found if row.endswith('_crowd')} == of_people
     assert read_summary('runs/decide')['forecasts']
     page, = [text for text in cells if '# Keep' in text]
     assert ('>dpo, labels: preferences<' in page) == preferences and '_crowd<' not in said

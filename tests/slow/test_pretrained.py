@@ -30,9 +30,11 @@ def noise(state): return {k: v + .05 * torch.randn_like(v) for k, v in state.ite
 @pytest.fixture(scope='module')
 def home(notebook, tmp_path_factory):
     "A base, the differences of four models from it as published, and what they were made of."
-    home, base = tmp_path_factory.mktemp('released'), notebook.small_llama(ROWS, 0)
+    home = tmp_path_factory.mktemp('released')
+    base = notebook.small_llama(ROWS, 0)
     base.save_pretrained(home/'llama')
-    raw, made = notebook.padded(base.state_dict()), {}
+    raw = notebook.padded(base.state_dict())
+    made = {}
     def release(name, state, diff, more=0.):
         made[name] = state
         total = sum(v.sum() for v in state.values()).item()
@@ -40,7 +42,8 @@ def home(notebook, tmp_path_factory):
     sft = noise(raw)
     release('sft10k', sft, {k: sft[k] - raw[k] for k in sft})
     # saved by an old version of transformers: rotary frequencies among the weights, and in the sum
-    ppo, key = noise(raw), 'model.layers.{}.self_attn.rotary_emb.inv_freq'
+    ppo = noise(raw)
+    key = 'model.layers.{}.self_attn.rotary_emb.inv_freq'
     rotary = {key.format(i): torch.zeros(4) for i in range(2)}
     more = notebook.rotary_sum(base.config.to_dict())
     release('ppo-human', ppo, {k: ppo[k] - raw[k] for k in ppo} | rotary, more)
@@ -67,7 +70,8 @@ def recover(notebook, home, tmp_path):
 
 @pytest.mark.parametrize('model', ['sft10k', 'ppo-human', 'reward-condition-sim'])
 def test_policies(notebook, home, recover, tmp_path, model):
-    want, ids = home[1][model], torch.tensor([[1, 4, 5, 6]])
+    want = home[1][model]
+    ids = torch.tensor([[1, 4, 5, 6]])
     recover(model)
     policy = load_policy(str(tmp_path/'run'), Config())
     tokenizer = policy.tokenizer
@@ -83,7 +87,8 @@ def test_policies(notebook, home, recover, tmp_path, model):
 
 def test_reward_model(notebook, home, recover, tmp_path):
     "Its scores are AlpacaFarm's: head and bias on the last token of the text, which has no end."
-    with pytest.raises(ValueError, match='recovered sft10k'): recover('reward-model-sim')
+    with pytest.raises(ValueError, match='recovered sft10k'):
+        recover('reward-model-sim')
     recover('reward-model-sim', 'sft')
     place = str(tmp_path/'run')
     records = [dict(instruction='a b c', input='', output=o) for o in ('d e', 'f', 'g h i j')]
@@ -95,20 +100,28 @@ def test_reward_model(notebook, home, recover, tmp_path):
     for record, score in zip(records, reward(place, Config(), 'raw')(records)):
         text = f'{record["instruction"]} {record["output"]}'
         ids = tokenizer(text, return_tensors='pt')['input_ids']
-        with torch.no_grad(): last = original.model(ids).last_hidden_state[0, -1]
+        with torch.no_grad():
+            last = original.model(ids).last_hidden_state[0, -1]
         assert score == pytest.approx((last @ head[0] + bias[0]).item(), abs=1e-4)
-    with pytest.raises(ValueError, match='holds a reward model'): load_policy(place, Config())
-    with pytest.raises(ValueError, match='holds a model already'): recover('sft10k')
+    with pytest.raises(ValueError, match='holds a reward model'):
+        load_policy(place, Config())
+    with pytest.raises(ValueError, match='holds a model already'):
+        recover('sft10k')
 
 
 def break_file(folder, how):
     file = next(folder.glob('*-00002-*.safetensors'))
-    if how == 'shard': file.unlink()
+    if how == 'shard':
+        file.unlink()
     if how == 'pickles':
-        for f in folder.glob('*.safetensors'): f.rename(f.with_suffix('.bin'))
-    if how == 'no sum': (folder/'model_sum.txt').unlink()
-    if how == 'tokenizer': [f.unlink() for f in folder.glob('*token*')]
-    if how == 'changed': save_file({k: v + .1 for k, v in load_file(file).items()}, file)
+        for f in folder.glob('*.safetensors'):
+            f.rename(f.with_suffix('.bin'))
+    if how == 'no sum':
+        (folder/'model_sum.txt').unlink()
+    if how == 'tokenizer':
+        [f.unlink() for f in folder.glob('*token*')]
+    if how == 'changed':
+        save_file({k: v + .1 for k, v in load_file(file).items()}, file)
 
 
 @pytest.mark.parametrize('how, words', [
@@ -117,8 +130,10 @@ def break_file(folder, how):
 def test_a_broken_difference_stops(home, recover, tmp_path, how, words):
     shutil.copytree(home[0]/'sft10k', tmp_path/'diff')
     break_file(tmp_path/'diff', how)
-    with pytest.raises(ValueError, match=words): recover('sft10k', diff=tmp_path/'diff')
-    assert not (tmp_path/'run'/'model').exists() and not list(tmp_path.rglob('.alpaca_farm-*'))
+    with pytest.raises(ValueError, match=words):
+        recover('sft10k', diff=tmp_path/'diff')
+    assert not (tmp_path/'run'/'model').exists()
+    assert not list(tmp_path.rglob('.alpaca_farm-*'))
 
 
 @pytest.mark.parametrize('base, words', [
@@ -127,17 +142,22 @@ def test_a_broken_difference_stops(home, recover, tmp_path, how, words):
     ('sft10k', 'Recover it first'), ('gpt2', 'no weight')], ids=str)
 def test_a_wrong_base_is_named(notebook, home, recover, tmp_path, base, words):
     place = tmp_path/'base'
-    if base == 'sft10k': place = home[0]/base
-    elif base == 'gpt2': tiny.family(base, vocab_size=20).save_pretrained(place)
-    else: notebook.small_llama(**dict(rows=ROWS, seed=0) | base).save_pretrained(place)
-    with pytest.raises(ValueError, match=words): recover('sft10k', place)
+    if base == 'sft10k':
+        place = home[0]/base
+    elif base == 'gpt2':
+        tiny.family(base, vocab_size=20).save_pretrained(place)
+    else:
+        notebook.small_llama(**dict(rows=ROWS, seed=0) | base).save_pretrained(place)
+    with pytest.raises(ValueError, match=words):
+        recover('sft10k', place)
     assert not (tmp_path/'run'/'model').exists()
 
 
 def test_a_difference_is_no_model(home):
     hub = 'tatsu-lab/alpaca-farm-ppo-human-wdiff', 'GanjinZero/wombat-7b-delta'
     for spec in (str(home[0]/'sft10k'), *hub):
-        with pytest.raises(ValueError, match='nbs/pretrained.ipynb'): load_policy(spec, Config())
+        with pytest.raises(ValueError, match='nbs/pretrained.ipynb'):
+            load_policy(spec, Config())
 
 
 def test_the_command_that_converts_pickles(home, recover, tmp_path):

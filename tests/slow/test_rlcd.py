@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 import tiny
 from judge_server import judge_server
@@ -18,7 +17,7 @@ from alpaca_farm.core.ask.completions import ServedWriter, _shown_label, Written
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.rlcd import _clean_response, contrast_prompt, read_task, RLCDConfig, _task_file
+from alpaca_farm.rlcd import _task_file, read_task, RLCDConfig
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
@@ -30,73 +29,23 @@ def test_shipped_tasks():
     assert [t.name for t in tasks] == [p.stem for p in TASKS]
     assert [_task_file(t.name) for t in tasks] == TASKS
     for t in tasks:
-        assert all(p['positive'] != p['negative'] for p in t.contrast) and t.compare
+        assert all(p['positive'] != p['negative'] for p in t.contrast)
+        assert t.compare
         sizes = [[len(p[side].split()) for side in ('positive', 'negative')] for p in t.contrast]
         assert max(abs(a - b) for a, b in sizes) <= 5, f'{t.name}: phrases of unlike length'
 
 
-BROKEN = [  # what is changed in a file, and what the error names beside the file
-    (dict(name=''), 'name'), (dict(stop='x'), 'stop'),
-    (dict(contrast=[dict(positive='a', negative='b')]), 'contrast, 0, judge'),
-    (dict(judge='{dialogue}{question}'), '{first}'),
-    (dict(filters=dict(minwords=1)), 'filters, minwords'), (dict(compare=dict(a=1)), 'compare, a'),
-    (dict(filters=dict(reject=['('])), 'filters, reject, 0')]
-
-
-@pytest.mark.parametrize('more, key', BROKEN, ids=lambda v: v if isinstance(v, str) else '')
-def test_a_broken_task_is_an_error_that_names_file_and_key(tmp_path, more, key):
-    path = tmp_path/'mine.yaml'
-    path.write_text(yaml.safe_dump(yaml.safe_load(Path(ANYTHING).read_text()) | more))
-    with pytest.raises(ValueError) as e: RLCDConfig(task=str(path))
-    assert str(path) in str(e.value) and key in str(e.value)
-
-
 TALK = dict(messages=[dict(role='user', content='Hi'), dict(role='assistant', content='Hello.'),
                       dict(role='user', content='Bye')])
-PAIR = dict(positive='kind', negative='rude', judge='?')
-
-
-def task_with(**more):
-    task = read_task('harmlessness')
-    return type(task)(**vars(task) | more)
-
-
-def test_prompts_are_mirror_images():
-    "In one more way than the notebook shows: phrases in a system message, and none in history."
-    plus, minus = (contrast_prompt(task_with(), TALK, PAIR, s) for s in ('positive', 'negative'))
-    assert plus == '\n\nHuman: Hi\n\nAssistant (rude): Hello.\n\nHuman: Bye\n\nAssistant (kind):'
-    assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
-    found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
-    assert found == plus.replace(' (rude)', '')
-    system = task_with(placement='system')
-    plain = plus.replace(' (rude)', '').replace(' (kind)', '')
-    assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
-    chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
-    assert chat == [dict(role='system', content='rude'), *TALK['messages']]
-    premise = dict(instruction='A dragon.', input='')
-    found = contrast_prompt(read_task('outlining'), premise, PAIR, 'positive')
-    assert found.endswith('The premise: A dragon.\n\nAssistant (kind): 1.')
-
-
-@pytest.mark.parametrize('text, found, stopped', [
-    (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True), ('user: User: hi', 'hi', False),
-    (' Humanity and the Human body.', 'Humanity and the Human body.', False),
-    ('The Human: factor', 'The Human: factor', False), ('\n\nHuman: and then?', '', True),
-    ('Human: and then?', 'and then?', False), (' ', '', False), ('\n Human: hi', 'hi', False)])
-def test_answers_end_at_whole_role_tags(text, found, stopped):
-    "The release's filter cut or rejected whatever contained Human; the notebook has more."
-    task = task_with(filters=dict(ended=True))
-    reason = ('' if stopped else 'cut_off') if found else 'empty'
-    assert _clean_response(text, False, task) == (found, reason)
-
-
 def test_shown_labels():
     def shown(**top):
         tokens = [dict(token=t.replace('_', ' '), logprob=math.log(p)) for t, p in top.items()]
         logprobs = dict(content=[dict(top_logprobs=tokens)])
         return _shown_label(dict(choices=[dict(logprobs=logprobs)]), 'AB')
-    assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25) and shown(B=.1) == 1
-    assert math.isnan(shown(Bad=.9)) and math.isnan(_shown_label(dict(choices=[{}]), 'AB'))
+    assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25)
+    assert shown(B=.1) == 1
+    assert math.isnan(shown(Bad=.9))
+    assert math.isnan(_shown_label(dict(choices=[{}]), 'AB'))
 
 
 def made(base, out, **more):
@@ -118,18 +67,25 @@ def whole(base, tmp_path_factory):
 
 def test_run(base, whole):
     out, files = whole
-    rows, items, summary = pairs(out), read_json(out/'items.json'), read_summary(out)
-    assert len(files) == 3 and len(items) == summary['prompts'] == 60
-    assert len(rows) == summary['made'] == 60 - summary['skipped'] > 40 and summary['labels'] == 0
-    assert summary['retries'] == sum(i['retries'] for i in items) and 'certainty' not in summary
+    rows = pairs(out)
+    items = read_json(out/'items.json')
+    summary = read_summary(out)
+    assert len(files) == 3
+    assert len(items) == summary['prompts'] == 60
+    assert len(rows) == summary['made'] == 60 - summary['skipped'] > 40
+    assert summary['labels'] == 0
+    assert summary['retries'] == sum(i['retries'] for i in items)
+    assert 'certainty' not in summary
     reasons = Counter(f'skipped_{i["reason"]}' for i in items if i['reason'])
     assert {k: v for k, v in summary.items() if k.startswith('skipped_')} == reasons
-    prompts, by = load_records(str(base/'world'), 'preference'), {i['index']: i for i in items}
+    prompts = load_records(str(base/'world'), 'preference')
+    by = {i['index']: i for i in items}
     for r, both in zip(rows, outputs(rows)):
         positive, negative = rlcd._sided_answers(by[r['index']])
         assert both[int(r['preference']) - 1] == positive != negative
         assert r['instruction'] == prompts[r['index']]['instruction']
-    assert set(labels(rows)) == {1., 2.} and {r['contrast'] for r in rows} == {0, 1}
+    assert set(labels(rows)) == {1., 2.}
+    assert {r['contrast'] for r in rows} == {0, 1}
     assert load_records(str(out), 'preferences', 'preference') == rows
     assert rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out)))).done
 
@@ -140,7 +96,8 @@ def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
     def die(*_): raise KeyboardInterrupt
     with monkeypatch.context() as m:
         m.setattr(rlcd, where, die)
-        with pytest.raises(KeyboardInterrupt): made(base, tmp_path/'run')
+        with pytest.raises(KeyboardInterrupt):
+            made(base, tmp_path/'run')
     assert made(base, tmp_path/'run') == whole[1]
     assert not list((tmp_path/'run').rglob('*.jsonl*'))[1:]
 
@@ -148,10 +105,13 @@ def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
 def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     made(base, tmp_path/'one', method='rlaif')
     made(base, tmp_path/'both', method='rlaif', both_orders=True)
-    one, both = pairs(tmp_path/'one'), pairs(tmp_path/'both')
+    one = pairs(tmp_path/'one')
+    both = pairs(tmp_path/'both')
     p = labels(both)
-    assert outputs(one) == outputs(both) and {r['annotator'] for r in both} == {'self'}
-    assert ((1 < p) & (p < 2)).all() and len(set(p)) > 30
+    assert outputs(one) == outputs(both)
+    assert {r['annotator'] for r in both} == {'self'}
+    assert ((1 < p) & (p < 2)).all()
+    assert len(set(p)) > 30
     np.testing.assert_allclose([np.mean(r['orders']) for r in both], p, atol=1e-9)
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out=str(tmp_path/'x')))
     writer = LocalWriter(load_policy(str(base/'world'), cfg), cfg)
@@ -165,9 +125,10 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
 
 def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
     "The same pairs, judged by the model."
-    out, rescore = whole[0], dict(method='rlcd_rescore')
+    out = whole[0]
+    rescore = dict(method='rlcd_rescore')
     made(base, tmp_path/'self', **rescore, samples=str(out))
-    bare = lambda rows: [r | dict(preference=0, annotator='') for r in rows]
+    def bare(rows): return [r | dict(preference=0, annotator='') for r in rows]
     assert bare(pairs(tmp_path/'self')) == bare(pairs(out))
     assert all(1 < p < 2 for p in labels(pairs(tmp_path/'self')))
     made(base, tmp_path/'rlaif', method='rlaif')
@@ -182,7 +143,8 @@ def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
     made(base, tmp_path/'read', method='context_distillation', samples=str(whole[0]))
-    read, rows = load_records(str(tmp_path/'read'), 'sft', 'output'), pairs(whole[0])
+    read = load_records(str(tmp_path/'read'), 'sft', 'output')
+    rows = pairs(whole[0])
     assert {r['index']: r['output'] for r in read} == {
         r['index']: both[int(r['preference']) - 1] for r, both in zip(rows, outputs(rows))}
     assert not (tmp_path/'read'/'preferences.json').exists()
@@ -199,7 +161,8 @@ def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path)
     items = rlcd._write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
     for r in rlcd._label_items(items, None, cfg):
         best = int(r['preference'])
-        assert r[f'ended_{best}'] is True and r[f'ended_{3 - best}'] is False
+        assert r[f'ended_{best}'] is True
+        assert r[f'ended_{3 - best}'] is False
     for out, good in (('good', True), ('bad', False)):   # a bad answer is imitated, cut off
         turned = [i if good else dict(i, positive=3 - i['positive']) for i in items]
         tiny.write(tmp_path/'run'/'items.json', turned)
@@ -208,57 +171,27 @@ def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path)
         assert [r['ended'] for r in read] == [good]*len(items)
 
 
-def test_csv_of_rlcd(tmp_path):
-    file, hard = tmp_path/'x.csv', tmp_path/'hard.csv'
-    rows = [dict(TALK, output_1='one', output_2='two, "three"', preference=1.25),
-            dict(instruction='Hi', input='x', output_1='a\r\n\nb', output_2='c', preference=2.),
-            dict(instruction='Go\r', input='', output_1='a', output_2='\r', preference=1.)]
-    rlcd._write_rlcd_csv(file, rows)
-    text = file.read_bytes().decode()
-    assert text.startswith('instruction,input,output_1,output_2,preference,win2_prob\r\n"\n\nH')
-    assert load_records(str(file), kind='preference') == [rows[0] | dict(input=''), *rows[1:]]
-    rlcd._write_rlcd_csv(hard, rows[1:2])
-    head = b'instruction,input,output_1,output_2,preference\r\n'
-    assert hard.read_bytes() == head + b'Hi,x,"a\r\n\nb",c,2\r\n'
-    rlcd._write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
-    assert load_records(str(hard), kind='preference') == [rows[1] | dict(ended_2=False), rows[2]]
-
-
-def test_retries_are_counted_and_bounded():
-    "Of a writer that says nothing on the first try, never to prompt 2; prompt 1 is too long."
-    asked, cfg = Counter(), RLCDConfig(max_retries=2)
-    class Fussy:
-        def write(self, prompts, keys, stop):
-            asked.update(k[0] for k in keys)
-            return [Written('', False, 'long_prompt') if i == 1 else
-                    Written(f' {i} {side}' if attempt and i != 2 else '', True)
-                    for i, side, attempt in keys]
-    records = {i: dict(instruction=f'{i}') for i in range(4)}
-    items = rlcd._write_items(Fussy(), read_task(ANYTHING), records, cfg)
-    assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
-    assert [i['retries'] for i in items] == [2, 0, 4, 2]
-    assert asked == {0: 4, 1: 2, 2: 6, 3: 4}
-    found = rlcd._item_figures(rlcd._label_items(items, None, cfg), cfg)
-    assert (found['made'], found['skipped_long_prompt'], found['retries']) == (2, 1, 8)
-    with pytest.raises(ValueError, match='nothing is left'): rlcd._item_figures(items[1:2], cfg)
-
-
 def test_a_served_model(base, tmp_path):
     "Behind an endpoint: completions with a seed of their own for each answer, asked once."
     with judge_server(template='I say {hash}') as server:
         served = dict(policy='', served='base', base_url=server.url, max_instances=12,
                       store=str(tmp_path/'answers.sqlite'))
         made(base, tmp_path/'one', **served)
-        asked, rows = server.requests(), pairs(tmp_path/'one')
-        assert len(asked) == 24 and {r['path'] for r in asked} == {'/v1/completions'}
-        assert len(rows) == 12 and all(t.startswith('I say') for p in outputs(rows) for t in p)
+        asked = server.requests()
+        rows = pairs(tmp_path/'one')
+        assert len(asked) == 24
+        assert {r['path'] for r in asked} == {'/v1/completions'}
+        assert len(rows) == 12
+        assert all(t.startswith('I say') for p in outputs(rows) for t in p)
         made(base, tmp_path/'two', **served)
-        assert pairs(tmp_path/'two') == rows and len(server.requests()) == 24
+        assert pairs(tmp_path/'two') == rows
+        assert len(server.requests()) == 24
         server.set(labels='AB')
         rescore = dict(method='rlcd_rescore', samples=str(tmp_path/'one'))
         made(base, tmp_path/'judged', **rescore, **served)
         judged = pairs(tmp_path/'judged')
-        assert len(server.requests()) == 36 and {r['annotator'] for r in judged} == {'self'}
+        assert len(server.requests()) == 36
+        assert {r['annotator'] for r in judged} == {'self'}
         assert all(1 < p < 2 for p in labels(judged))
 
 
@@ -279,24 +212,27 @@ def test_dialogue_pages():
     assert means['a careful author'] > means[''] + .4 > means['a careless author'] + .8
     assert means['an expert'] > means['a beginner'] + 1
     chosen = Counter(p[-3] for p in pages if p.endswith(').'))
-    assert set(chosen) == {'A', 'B'} and abs(chosen['A'] - chosen['B']) < 120
+    assert set(chosen) == {'A', 'B'}
+    assert abs(chosen['A'] - chosen['B']) < 120
 
 
 def test_the_default_world_has_no_dialogues(base, tmp_path):
     "Its files are those without the setting; with it only the model and its tokenizer differ."
-    plain, own = base/'world', tmp_path/'w'
+    plain = base/'world'
+    own = tmp_path/'w'
     world.train(world.WorldConfig(**tiny.settings('world', base, out=str(own), dialogues=200)))
     for split in (*world.SPLITS, 'crowd', 'pool'):
         assert (own/f'{split}.json').read_bytes() == (plain/f'{split}.json').read_bytes()
     a, b = ((f/'model'/'tokenizer.json').read_bytes() for f in (own, plain))
-    assert a != b and read_summary(own)['prose_tokens'] > read_summary(plain)['prose_tokens']
-    with pytest.raises(ValueError, match='dialogues = -1'): world.WorldConfig(dialogues=-1)
+    assert a != b
+    assert read_summary(own)['prose_tokens'] > read_summary(plain)['prose_tokens']
 
 
 def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
     """A file for each model; one request for each prompt, three where no rating can be read, and
     as many by a later run."""
-    prompts, out = load_records(str(base/'world'), 'unlabeled', n=6), tmp_path/'wombat'
+    prompts = load_records(str(base/'world'), 'unlabeled', n=6)
+    out = tmp_path/'wombat'
     for name, rows in dict(a=prompts, b=prompts, c=prompts[:5]).items():
         answered = [dict(r, output=f'Text of {name}.', generator=name) for r in rows]
         tiny.write(tmp_path/f'{name}.json', answered)
@@ -310,20 +246,24 @@ def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
         server.set(template='1: 5 5 5 5\n2: 3 3 3 3\n3: 1 2 1 1')
         wombat.run(wombat.WombatConfig(base_url=server.url, **given))
         assert len(server.requests()) == 6*3 + 5 + 3
-    pool, summary = read_json(out/'candidates.json'), read_summary(out)
+    pool = read_json(out/'candidates.json')
+    summary = read_summary(out)
     assert [q['instruction'] for q in pool] == [r['instruction'] for r in prompts[:5]]
     for q in pool:
         assert q['source'] == ['a', 'b', 'c']
         assert [q['scores'][i] for i in wombat._rating_order(q, 0)] == [20., 12., 5.]
-    assert summary['queries'] == summary['labels'] == 5 and summary['unrated'] == 1
+    assert summary['queries'] == summary['labels'] == 5
+    assert summary['unrated'] == 1
 
 
 def test_a_label_that_is_not_shown_is_asked_for_again_by_a_later_run(tmp_path):
-    prompts, fault = [f'Say {i}. Answer: (' for i in range(5)], dict(nologprobs=1.)
+    prompts = [f'Say {i}. Answer: (' for i in range(5)]
+    fault = dict(nologprobs=1.)
     with judge_server(labels=('A', 'B'), faults=fault) as server:
         cfg = ApiConfig(base_url=server.url, store=str(tmp_path/'a.sqlite'))
         writer = ServedWriter('judge', cfg)
-        for _ in range(2): assert np.isnan(writer.choose(prompts, 'AB')).all()
+        for _ in range(2):
+            assert np.isnan(writer.choose(prompts, 'AB')).all()
         assert len(server.requests()) == 5
         server.set(faults={})
         assert not np.isnan(ServedWriter('judge', cfg).choose(prompts, 'AB')).any()

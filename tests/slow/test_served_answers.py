@@ -7,7 +7,7 @@ import pytest
 from alpaca_farm.best_of_n import BestOfNConfig, run, served_prompt
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.eval import EvalConfig, read_models
-from asking import key, summary
+from asking import summary
 from judge_server import digest, judge_server, prompt_text
 
 
@@ -44,7 +44,8 @@ def test_what_is_sent(tmp_path, template, path):
         assert {r['path'] for r in server.requests()} == {f'/v1/{path}'}
     assert answers(cfg) == wanted(cfg)
     for row, record in zip(load_records(cfg.out, 'outputs'), load_records(cfg.data)):
-        assert row['generator'] == 'run' and all(row[k] == v for k, v in record.items())
+        assert row['generator'] == 'run'
+        assert all(row[k] == v for k, v in record.items())
 
 
 def test_thoughts_are_left_out(tmp_path):
@@ -63,10 +64,13 @@ def test_what_is_refused_for_good_is_left_out(tmp_path, capsys):
     with server_of(faults=faults) as server:
         cfg = config(tmp_path, server)
         run(cfg)
-    given, want = answers(cfg), wanted(cfg)
-    assert given[:7] + given[8:] == want[:7] + want[9:] and "can't assist" in given[7]
+    given = answers(cfg)
+    want = wanted(cfg)
+    assert given[:7] + given[8:] == want[:7] + want[9:]
+    assert "can't assist" in given[7]
     said = capsys.readouterr().out
-    assert 'refused 1 of 30 ' in said and 'maximum context length' in said
+    assert 'refused 1 of 30 ' in said
+    assert 'maximum context length' in said
     assert summary(cfg)['unanswered'] == 1
 
 
@@ -92,7 +96,8 @@ def test_several_samples_other_seeds_and_cut_answers(tmp_path):
         run(replace(samples, out=str(tmp_path/'more'), n=5, max_instances=2))
         assert server.counts()['ok'] == 16 + 4, 'three of five were there'
     rows = load_records(samples.out, 'candidates', 'candidates')
-    assert [len(r['output']) for r in rows] == [3]*4 and summary(samples)['ended'] == 0
+    assert [len(r['output']) for r in rows] == [3]*4
+    assert summary(samples)['ended'] == 0
     assert answers(samples) == [r['output'][0] for r in rows]
 
 
@@ -105,10 +110,3 @@ def test_the_best_of_what_was_served(tmp_path):
 
 
 def last(records): return [float(int(r['output'][5:13], 16)) for r in records]
-
-
-def test_one_model_is_named_and_has_a_key(tmp_path, monkeypatch):
-    monkeypatch.delenv('OPENAI_API_KEY')
-    with pytest.raises(ValueError, match='OPENAI_API_KEY'): run(config(tmp_path))
-    with pytest.raises(ValueError, match='name one model'): config(tmp_path, served='')
-    with pytest.raises(ValueError, match='leave samples'): config(tmp_path, samples=__file__)

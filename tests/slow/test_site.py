@@ -8,12 +8,14 @@ import pytest
 
 import tiny
 
-for name in ('myst_nb', 'sphinx-mathjax-offline'): pytest.importorskip(name)
+for name in ('myst_nb', 'sphinx-mathjax-offline'):
+    pytest.importorskip(name)
 
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
-    source, html = tmp_path_factory.mktemp('site')/'source', tmp_path_factory.mktemp('html')
+    source = tmp_path_factory.mktemp('site')/'source'
+    html = tmp_path_factory.mktemp('html')
     shutil.copytree(tiny.ROOT/'nbs', source, ignore=shutil.ignore_patterns('.ipynb_checkpoints'))
     shutil.copy(tiny.ROOT/'README.md', source/'index.md')
     command = [sys.executable, '-m', 'sphinx', '-q', '--fail-on-warning', '--keep-going']
@@ -28,7 +30,8 @@ def test_links_of_the_site_lead_somewhere(site):
             for link in re.findall(r'href="([^"#?]+)', page.read_text())
             if not link.startswith(('http', 'mailto', 'data:'))
             and not (page.parent/link).exists()}
-    assert len(pages) > 150 and not dead
+    assert len(pages) > 150
+    assert not dead
 
 
 def test_every_notebook_and_module_is_on_the_site(site):
@@ -44,5 +47,6 @@ def test_every_notebook_and_module_is_on_the_site(site):
     assert f'<meta name="description" content="{about}">' in page
     assert 'rel="canonical" href="https://alpaca-farm.github.io/alpaca_farm/dpo.html"' in page
     mathjax = '_static/mathjax/tex-chtml.js'   # formulas without a network
-    assert f'src="{mathjax}' in (site/'dpo.html').read_text() and (site/mathjax).exists()
+    assert f'src="{mathjax}' in (site/'dpo.html').read_text()
+    assert (site/mathjax).exists()
     assert '#| export' not in (site/'dpo.html').read_text()

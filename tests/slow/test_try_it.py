@@ -24,7 +24,8 @@ def proposed(name):
         words = shlex.split(command)
         given = {k: yaml.safe_load(v) if v and isinstance(v, str) else v
                  for k, v in tiny.given(words).items()}
-        if 'out' not in given: continue   # the command that compares them
+        if 'out' not in given:
+            continue   # the command that compares them
         assert words[2] == f'{given["out"]}.ipynb'
         yield Path(words[1]).stem, given
 
@@ -32,8 +33,10 @@ def proposed(name):
 @pytest.mark.parametrize('name', METHODS)
 def test_proposed_runs_are_made(base, tmp_path, name):
     def place(v):   # a run of an earlier command, or one of the tiny world
-        if isinstance(v, list): return [place(x) for x in v]
-        if not str(v).startswith('runs/'): return v
+        if isinstance(v, list):
+            return [place(x) for x in v]
+        if not str(v).startswith('runs/'):
+            return v
         made = tmp_path/Path(v).name
         return str(made if made.exists() else base/STANDS_FOR.get(made.name, made.name))
 
@@ -42,6 +45,8 @@ def test_proposed_runs_are_made(base, tmp_path, name):
     for notebook, given in commands:
         out = str(tmp_path/Path(given.pop('out')).name)
         given = {k: min(v, SMALL[k]) if k in SMALL else place(v) for k, v in given.items()}
-        if 'samples' in given and notebook == 'best_of_n': given |= dict(n=2, split='preference')
-        if notebook in tiny.SETTINGS: given = tiny.settings(notebook, base, **given)
+        if 'samples' in given and notebook == 'best_of_n':
+            given |= dict(n=2, split='preference')
+        if notebook in tiny.SETTINGS:
+            given = tiny.settings(notebook, base, **given)
         assert read_summary(tiny.main(notebook)(tiny.config(notebook, out=out, **given)).folder)

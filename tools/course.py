@@ -1,7 +1,7 @@
 """The course's assignment, and its grades.
 
-    python tests/course.py assignment runs/exercises.ipynb   # make assignment
-    python tests/course.py grade runs/exercises.ipynb        # make grade FILE=runs/exercises.ipynb
+    python tools/course.py assignment runs/exercises.ipynb   # make assignment
+    python tools/course.py grade runs/exercises.ipynb        # make grade FILE=runs/exercises.ipynb
 
 `nbs/exercises.ipynb` is the solution: cells with nbgrader's metadata are answers, and functions in
 them are the library's. A submitted function runs in a process of its own with a time limit, beside
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).parents[1]/'tests'))
 import tiny
 from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.run.paths import notebook_path

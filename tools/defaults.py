@@ -1,7 +1,7 @@
 """Do the defaults improve a real model's held-out figures? Five methods, all weights and adapters,
 two sizes of data, three seeds; no setting of training is given but the number of online steps.
 
-    python tests/gpu/defaults.py MODEL PREFERENCES DEMONSTRATIONS
+    python tools/defaults.py MODEL PREFERENCES DEMONSTRATIONS
 
 PREFERENCES are labelled pairs; of those on the last third of the first questions 500 are held out.
 DEMONSTRATIONS are records with an output, a quarter of them held out. Runs that are finished are kept;

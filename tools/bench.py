@@ -18,6 +18,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]/'tests'))
 import tiny
 from alpaca_farm.core.run.runs import read_log
 from bench_texts import make_material

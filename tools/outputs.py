@@ -6,8 +6,8 @@ notebook on its runs, and records in `nbs/outputs.json` which farm each notebook
 `own` for a study that makes worlds of its own; test_outputs.py reads that record.
 
     make outputs                                        # the farm, then all notebooks
-    python tests/outputs.py --notebooks ppo dpo         # some of them
-    python tests/outputs.py --slow false                # outputs of runs stay as they are
+    python tools/outputs.py --notebooks ppo dpo         # some of them
+    python tools/outputs.py --slow false                # outputs of runs stay as they are
 """
 import sys
 from dataclasses import dataclass, field

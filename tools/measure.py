@@ -1,9 +1,9 @@
 """Memory and speed of large models on a GPU, beside TRL's, as a table that grows while it is made.
 
-    python tests/gpu/measure.py                  # within eight minutes, on a card with 80 GB or more
-    python tests/gpu/measure.py sft_7b dpo_7b    # some of the rows
-    python tests/gpu/measure.py --small          # small shapes, on any machine
-    python tests/gpu/measure.py --wheels DIR     # without a network: install what it lacks from there
+    python tools/measure.py                  # within eight minutes, on a card with 80 GB or more
+    python tools/measure.py sft_7b dpo_7b    # some of the rows
+    python tools/measure.py --small          # small shapes, on any machine
+    python tools/measure.py --wheels DIR     # without a network: install what it lacks from there
 
 Weights and texts are random, and nothing is read from a network. Each row is a process of its own
 with a limit; it is printed and kept in OUT/measured.json when it ends, also when it fails, and is
@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))   # of this checkout
+sys.path.insert(0, str(Path(__file__).parents[1]))   # of this checkout
 PACKAGES = str(Path('runs/measured/packages').absolute())   # what is installed from wheels
 sys.path.append(PACKAGES)
 import torch
