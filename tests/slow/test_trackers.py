@@ -29,7 +29,7 @@ class Recorder(tracking.GeneralTracker):
 
 def test_a_tracker_gets_settings_and_log(base, tmp_path, monkeypatch):
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, 'wandb', Recorder)
-    monkeypatch.setattr(runs, 'find_spec', lambda name: True)
+    monkeypatch.setattr(runs, '_check_tracker', lambda name: None)
     run = tiny.run('sft', base, tmp_path/'sft', tracker='wandb')
     sent = Recorder.last
     assert sent.sent == [(r['step'], r['loss']) for r in read_log(run.folder)]
