@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .core.ask.client import ApiConfig
-from .core.ask.judge_configs import is_population
+from .judging.prompts import is_population
 from .core.data.preferences import (annotator_name, decide_vote, draw_annotator,
     hash_uniform, pair_identity, pool_members, pool_weights, report_missing, shown_swapped)
 from .core.data.dialogues import full_instruction
@@ -21,15 +21,15 @@ from .core.data.shown import request_text
 from .core.run.runs import start
 from .core.run.settings import command, Count, Named, Positive, resolve
 from .core.stats import Interval, wilson, win_rate_interval
-from alpaca_farm.judging.judges import (api_clients, ask_both_orders, ask_shown,
-    check_all_answered, check_known_names, load_annotators, load_pairs, RecordedLabels,
-    usage_totals)
+from .judging.judges import (api_clients, ask_both_orders, ask_shown,
+    check_all_answered, check_known_names, JudgedConfig, load_annotators, load_pairs,
+    RecordedLabels, usage_totals)
 from .judging.measures import flip_labels, flip_mask
 from .worlds.folder import read_world
 
 # %% ../nbs/annotators.ipynb #0cdfba01
 @dataclass
-class AnnotatorsConfig(ApiConfig):
+class AnnotatorsConfig(ApiConfig, JudgedConfig):
     "Settings of an annotation run."
     out: str = 'runs/annotators'   # run folder
     outputs: Named = 'runs/samples'  # pairs or candidates: a run of best_of_n, or a file

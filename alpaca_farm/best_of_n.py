@@ -13,7 +13,7 @@ import numpy as np
 from .core.answers import (answer_figures, choose_best, fitting_prompts, in_chunks,
     preflight, prompt_fields, sample_answers, SampleConfig, score_candidates, settle)
 from .core.ask.client import ApiConfig
-from .core.ask.completions import ServedWriter
+from .core.model.writer import ServedWriter
 from .core.data.dialogues import as_messages, full_instruction, prompt_key, without_lead
 from .core.data.records import load_records, without_lists
 from .core.data.text import alpaca_prompt

@@ -16,7 +16,7 @@ import numpy as np
 
 from .core.answers import (answer_again, answer_eval_split, answer_labels,
     AnswerConfig, answering, load_split, preflight, prompt_fields, sample_answers, settle)
-from .core.ask.judge_configs import JudgedConfig
+from .judging.judges import JudgedConfig
 from .core.data.dialogues import prompt_key
 from .core.data.preferences import answer_of, verdicts_over
 from .core.data.records import load_records

@@ -24,7 +24,8 @@ from .core.run.inputs import methods as farm_methods
 from .core.run.runs import start
 from alpaca_farm.core.run.settings import (by_size, command, Count, HardwareConfig, Named, Scale,
     Share)
-from .judging.judges import api_clients, check_known_names, load_annotators
+from alpaca_farm.judging.judges import (api_clients, check_known_names, JudgedConfig,
+    load_annotators)
 from .judging.judges import judge_request
 from .worlds.folder import check_sizes, read_world, write_world
 
@@ -50,7 +51,7 @@ METHODS = farm_methods()   # entries of the farm by method
 
 
 @dataclass
-class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
+class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
     "Settings of your own world."
     out: str = 'runs/own'                 # run folder of the world
     model: Named = 'runs/sft'  # your model: a run folder, a checkpoint folder or a hub name

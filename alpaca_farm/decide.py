@@ -22,7 +22,7 @@ from .boards.leaderboards import ANSWER_COLUMNS
 from .boards.regret import halving_plan, still_in, weigh_votes
 from .boards.text import TEXT_COLUMNS
 from .core.ask.client import ApiConfig
-from .core.ask.judge_configs import JudgedConfig
+from .judging.judges import JudgedConfig
 from .core.data.dialogues import prompt_key
 from .core.data.preferences import both_orders, match_prompts, output_texts
 from .core.data.records import each_answer

@@ -17,7 +17,7 @@ from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_board
 from .boards.judged import short_names
 from .boards.simulation import paired_tables, write_simulation
 from .core.ask.client import ApiConfig
-from .core.ask.judge_configs import JudgedConfig
+from .judging.judges import JudgedConfig
 from .core.run.files import notebooks_folder, read_yaml
 from .core.run.identity import run_config
 from .core.run.inputs import recipes
@@ -25,7 +25,8 @@ from .core.run.jobs import Job, machines, run_jobs, study_job
 from .core.run.runs import check_run_folder, read_summary, start, write_csv
 from .core.run.settings import at_root, command, Count, Positive, refuse_unknown
 from .judging.judges import load_annotators
-from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
+from .worlds.folder import check_sizes, read_world, ROLES, World
+from .judging.judges import utility_judge
 
 # %% ../nbs/farm.ipynb #e7c129a0
 def _names(value):   # "[ppo, dpo]" of papermill's -p

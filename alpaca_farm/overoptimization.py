@@ -17,7 +17,7 @@ import numpy as np
 
 from .annotators import flip_share
 from .core.answers import log_ratios, sample, SampleConfig
-from .core.ask.judge_configs import JudgedConfig
+from .judging.judges import JudgedConfig
 from .core.data.preferences import answer_preferences, check_preferences
 from .core.data.records import each_answer, load_records
 from .core.data.text import decode, encode_prompts

@@ -14,7 +14,7 @@ from annotated_types import Ge, Len
 import numpy as np
 
 from ..core.ask.client import ApiConfig
-from ..core.ask.judge_configs import model_kind
+from ..judging.prompts import model_kind
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
     pool_weights, report_missing)
 from ..core.data.records import load_records
@@ -25,7 +25,7 @@ from ..core.run.progress import Progress
 from ..core.run.runs import start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import one_hot_votes, vote_mode
-from ..judging.judges import (ask_both_orders, check_all_answered,
+from ..judging.judges import (ask_both_orders, check_all_answered, JudgedConfig,
     check_known_names, load_annotators)
 from alpaca_farm.judging.label_files import (label_file, label_files, load_sets, per_thousand,
     recorded_verdicts, Verdicts)
@@ -39,7 +39,7 @@ COMPARED = ['runs/world/pool.json', 'runs/world/judge.json',
 
 
 @dataclass
-class AgreementConfig(ApiConfig):
+class AgreementConfig(ApiConfig, JudgedConfig):
     "Settings of a comparison of judges with people."
     out: str = 'runs/agreement'          # run folder
     # labelled pairs: files (*: several) or module:name

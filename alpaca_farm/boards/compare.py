@@ -16,7 +16,7 @@ import numpy as np
 from ..core.data.preferences import annotator_name, output_texts
 from ..core.data.dialogues import prompt_key
 from ..core.run.identity import read_signed
-from ..core.ask.judge_configs import JudgedConfig
+from ..judging.judges import JudgedConfig
 from ..core.run.runs import read_log, start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import win_rate_interval

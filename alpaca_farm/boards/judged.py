@@ -12,7 +12,7 @@ import numpy as np
 
 from ..annotators import annotate_pairs
 from ..judging.judges import api_clients, check_all_answered, load_annotators
-from ..core.ask.judge_configs import is_population
+from ..judging.prompts import is_population
 from ..core.data.preferences import (check_preferences, hash_uniform, pair_up,
     preferences_over, report_missing, same_answers)
 from ..core.data.formats import notice

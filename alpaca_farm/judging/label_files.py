@@ -19,7 +19,7 @@ from alpaca_farm.core.data.dialogues import (as_turn, dialogue_text, full_instru
     SYSTEM)
 from ..core.data.formats import (ANNOTATOR_FIELDS, as_records, check_code, CODES,
     find_reader, finite_number, notice, read_ended, with_prompt_parts)
-from ..core.ask.judge_configs import is_population
+from .prompts import is_population
 from alpaca_farm.core.data.preferences import (ENDED, PAIR_FIELDS, pair_identity, plain_lines,
     read_preference, report_missing)
 from alpaca_farm.core.data.records import (check_field, check_record, check_records, FILE_SUFFIXES,

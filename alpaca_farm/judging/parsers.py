@@ -8,7 +8,7 @@ __all__ = ['PARSERS', 'verdict_text', 'without_echo', 'check_parser']
 # %% ../../nbs/judging/parsers.ipynb #617c0542
 import ast, inspect, json, math, re
 
-from ..core.ask.client import answer_text
+from ..core.ask.protocol import answer_text
 from ..core.data.records import unique_fields
 from ..core.data.preferences import is_preference
 

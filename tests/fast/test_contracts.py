@@ -25,28 +25,28 @@ CORE = ['data.dialogues',
         'run.settings data.shown',
         'model.policy run.processes',
         'data.records model.control model.sharding model.packing',
-        'ask.judge_configs data.text model.memory',
+        'judging.prompts ask.protocol data.text model.memory',
         'run.identity model.loading',
         'run.health run.execution',
         'run.inputs',
         'ask.client stats run.runs model.generation',
         'model.beams model.models run.jobs',
-        'model.rewards model.served',
-        'answers training',
-        'online ask.completions']
-LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',
+        'model.rewards model.served model.writer',
+        'answers training']
+LAYERS = ['judging.parsers worlds.embedded.lexicon',
         'worlds.embedded.grammar judging.measures boards.length_control judging.label_files',
         'worlds.embedded.authors worlds.embedded.prose boards.corrected boards.text',
-        'worlds.embedded.criteria',
-        'worlds.embedded.crowd',
-        'world judging.judges boards.leaderboards boards.regret',
+        'worlds.embedded.criteria judging.judges',
+        'worlds.embedded.crowd worlds.folder core.online',
+        'world boards.leaderboards boards.regret',
         'annotators boards.agreement labelling',
         'boards.judged auto_annotations',
         'eval boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
         'real decide']
 METHOD = len(CORE) + 7
-LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
+LEVEL = ({m if m.startswith('judging') else f'core.{m}': i
+          for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
 
 

@@ -19,7 +19,8 @@ from alpaca_farm.worlds.embedded.grammar import (AFTER, KINDS, parse, render, re
                                           sample_request)
 from alpaca_farm.worlds.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
 from alpaca_farm.worlds.embedded.prose import describe, talk
-from alpaca_farm.worlds.folder import read_judge, read_world
+from alpaca_farm.judging.judges import read_judge
+from alpaca_farm.worlds.folder import read_world
 
 PHRASE = [phrase for phrases in PHRASES.values() for phrase in phrases]
 EVERY = [dict(kind=name, thing=thing, asker=asker, before=before, question=question, after=after)

@@ -15,7 +15,8 @@ import yaml
 
 import tiny
 from alpaca_farm.judging.judges import load_annotators
-from alpaca_farm.core.ask.client import ApiConfig, cost, price_list
+from alpaca_farm.core.ask.client import ApiConfig
+from alpaca_farm.core.ask.protocol import cost, price_list
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.judging.judges import (break_control_tokens, judge_request, load_evaluators,
     parse_verdicts)

@@ -13,8 +13,8 @@ from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
 from alpaca_farm.core.ask.client import ApiConfig
 from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_tokens,
-    ServedWriter, _shown_label, Written)
+from alpaca_farm.core.model.writer import (label_tokens, LocalWriter, prompt_tokens, ServedWriter,
+    Written, _shown_label)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary

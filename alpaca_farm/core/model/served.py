@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 
-from ..ask.client import redact
+from ..ask.protocol import redact
 from ..data.preferences import hash_uniform
 from ..data.text import answer_batches, collate, end_tokens
 from .generation import cut_sample, Sample

@@ -15,7 +15,7 @@ from pathlib import Path
 from symtable import symtable
 
 from ... import __version__
-from ..ask.judge_configs import judge_config_file
+from ...judging.prompts import judge_config_file
 from alpaca_farm.core.run.files import (at_root, digest, file_hash, json_text, notebook_path,
     read_json, root)
 from .settings import as_list, Config
