@@ -14,8 +14,9 @@ import numpy as np
 
 from .core.ask.client import ApiConfig
 from .judging.prompts import is_population
-from .core.data.preferences import (annotator_name, decide_vote, draw_annotator,
-    hash_uniform, pair_identity, pool_members, pool_weights, report_missing, shown_swapped)
+from .judging.pools import (annotator_name, decide_vote, draw_annotator, pool_members,
+    pool_weights, report_missing)
+from .core.data.preferences import hash_uniform, pair_identity, shown_swapped
 from .core.data.dialogues import full_instruction
 from .core.data.shown import request_text
 from .core.run.runs import start

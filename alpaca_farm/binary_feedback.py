@@ -18,7 +18,8 @@ from .core.answers import (answer_again, answer_eval_split, answer_labels,
     AnswerConfig, answering, load_split, preflight, prompt_fields, sample_answers, settle)
 from .judging.judges import JudgedConfig
 from .core.data.dialogues import prompt_key
-from .core.data.preferences import answer_of, verdicts_over
+from .core.data.preferences import answer_of
+from .judging.pools import verdicts_over
 from .core.data.records import load_records
 from .core.data.text import encode
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix

@@ -14,7 +14,7 @@ import numpy as np
 
 from .core.answers import PromptConfig, settle
 from .core.ask.client import ApiConfig
-from .core.data.preferences import pool_members, preferences_over
+from .judging.pools import pool_members, preferences_over
 from .core.data.dialogues import prompt_key
 from .core.data.records import load_records
 from .core.data.text import check_limit, encode_prompts

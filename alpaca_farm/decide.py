@@ -24,7 +24,8 @@ from .boards.text import TEXT_COLUMNS
 from .core.ask.client import ApiConfig
 from .judging.judges import JudgedConfig
 from .core.data.dialogues import prompt_key
-from .core.data.preferences import both_orders, match_prompts, output_texts
+from .judging.pools import mean_preferences
+from .core.data.preferences import match_prompts, output_texts
 from .core.data.records import each_answer
 from .core.model.rewards import reward
 from .core.run.identity import run_config
@@ -368,7 +369,7 @@ def run(cfg: DecideConfig):
     first, known = _first_pairs(cfg, sft)
     votes = ask(first)
     if np.isnan(votes).any(): return _stop(start(cfg, run, made), first, votes)
-    verdicts = both_orders(first + known, judge) - 1
+    verdicts = mean_preferences(judge, first + known) - 1
     agreed, said = judge_check(verdicts, [*votes, *(r['preference'] - 1 for r in known)])
     print(said)
     if agreed.value <= .5 and not cfg.force: raise ValueError(f'{said}. Name another, or use force')

@@ -18,7 +18,8 @@ import numpy as np
 from .annotators import flip_share
 from .core.answers import log_ratios, sample, SampleConfig
 from .judging.judges import JudgedConfig
-from .core.data.preferences import answer_preferences, check_preferences
+from .judging.pools import answer_preferences
+from .core.data.preferences import check_preferences
 from .core.data.records import each_answer, load_records
 from .core.data.text import decode, encode_prompts
 from .core.functional import has_spread

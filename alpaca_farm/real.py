@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from .core.answers import fitting_prompts, in_chunks, sample_answers, SampleConfig
-from .core.data.preferences import output_texts, Pool
+from .core.data.preferences import output_texts
+from .judging.pools import Pool
 from .core.data.records import load_records
 from .core.functional import has_spread
 from .core.model.models import load_policy

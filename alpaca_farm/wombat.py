@@ -13,7 +13,8 @@ from statistics import fmean
 from .core.ask.client import ApiClient, ApiConfig, ask
 from .core.data.records import merge_candidates, select_candidates
 from .core.data.dialogues import full_instruction, prompt_key
-from .core.data.preferences import hash_uniform, report_missing
+from .core.data.preferences import hash_uniform
+from .judging.pools import report_missing
 from .core.run.runs import start
 from .core.run.settings import command, Count
 from .judging.judges import break_control_tokens

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.ask.client import ApiConfig
 from ..judging.prompts import model_kind
-from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
+from ..judging.pools import (annotator_name, annotator_order, pool_members,
     pool_weights, report_missing)
 from ..core.data.records import load_records
 from ..core.data.dialogues import full_instruction, prompt_key

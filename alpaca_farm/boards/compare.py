@@ -13,7 +13,8 @@ from itertools import combinations
 
 import numpy as np
 
-from ..core.data.preferences import annotator_name, output_texts
+from ..judging.pools import annotator_name
+from ..core.data.preferences import output_texts
 from ..core.data.dialogues import prompt_key
 from ..core.run.identity import read_signed
 from ..judging.judges import JudgedConfig

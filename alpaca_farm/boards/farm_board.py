@@ -17,8 +17,8 @@ from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from .text import TEXT_COLUMNS, word_scorer
 from ..core.answers import choose_best, score_candidates
 from ..core.data.dialogues import full_instruction, prompt_key
-from alpaca_farm.core.data.preferences import (answer_preferences, match_prompts, output_texts,
-    pair_up)
+from ..judging.pools import answer_preferences
+from ..core.data.preferences import match_prompts, output_texts, pair_up
 from ..core.data.records import load_records
 from ..core.run.files import read_json
 from ..core.run.inputs import recipes

@@ -11,8 +11,8 @@ from itertools import combinations
 
 import numpy as np
 
-from alpaca_farm.core.data.preferences import (match_prompts, output_texts, read_preference,
-    with_verdict)
+from ..core.data.preferences import match_prompts, output_texts, read_preference
+from ..judging.pools import with_verdict
 from ..core.run.identity import run_config
 from ..core.stats import spearman_interval, win_rate, win_rate_interval
 from .corrected import corrected_columns

@@ -19,7 +19,8 @@ from itertools import combinations, islice
 import numpy as np
 
 from .data.records import each_answer, load_records, without_lists
-from .data.preferences import ENDED, verdicts_over
+from .data.preferences import ENDED
+from ..judging.pools import verdicts_over
 from .data.formats import notice
 from .data.shown import example_text, learned_texts
 from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text

@@ -15,7 +15,8 @@ import torch
 
 from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_split,
     mean, prompt_fields, sample, sample_answers, SampleConfig)
-from .data.preferences import pair_up, with_verdict
+from .data.preferences import pair_up
+from ..judging.pools import with_verdict
 from .data.dialogues import prompt_key
 from ..judging.judges import JudgedConfig
 from .functional import has_spread

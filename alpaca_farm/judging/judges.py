@@ -25,9 +25,8 @@ from ..core.ask.protocol import (adapt_decoding, answer_text, parse_decoding,
     reading_advice, REASONING_MODELS, REQUEST_FIELDS, token_usage)
 from ..core.data.dialogues import full_instruction, prompt_key
 from ..core.data.formats import as_records
-from ..core.data.preferences import (annotator_preferences, answer_of, hash_uniform,
-    head2head_pairs, is_preference, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference,
-    report_missing, shown_swapped, swap_outputs)
+from ..core.data.preferences import (answer_of, hash_uniform, head2head_pairs,
+    is_preference, PAIR_FIELDS, read_preference, shown_swapped, swap_outputs)
 from alpaca_farm.core.data.records import (candidate_pair, check_records, find_file, load_records,
     read_rows, read_text)
 from ..core.run.files import near_path, read_json
@@ -35,6 +34,8 @@ from ..core.run.settings import at_root, Config, resolve
 from ..core.stats import sigmoid
 from .label_files import label_file
 from .parsers import check_parser, PARSERS, without_echo
+from alpaca_farm.judging.pools import (annotator_preferences, Pool, pool_members, pool_weights,
+    report_missing)
 from .prompts import (entry_model, is_population, judge_config_file,
     model_kind, read_judge_config, suggest_names)
 

@@ -21,7 +21,8 @@ from ..core.data.formats import (ANNOTATOR_FIELDS, as_records, check_code, CODES
     find_reader, finite_number, notice, read_ended, with_prompt_parts)
 from .prompts import is_population
 from alpaca_farm.core.data.preferences import (ENDED, PAIR_FIELDS, pair_identity, plain_lines,
-    read_preference, report_missing)
+    read_preference)
+from .pools import report_missing
 from alpaca_farm.core.data.records import (check_field, check_record, check_records, FILE_SUFFIXES,
     read_rows, remarks)
 from ..core.run.settings import at_root, resolve

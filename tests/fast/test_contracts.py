@@ -21,6 +21,7 @@ MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
 CORE = ['data.dialogues',
         'run.progress run.files functional data.preferences',
+        'judging.pools',
         'run.defaults data.formats ask.store',
         'run.settings data.shown',
         'model.policy run.processes',

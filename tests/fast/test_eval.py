@@ -10,7 +10,8 @@ from alpaca_farm import eval as ev
 from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.judged import complete_preferences, judge_all
-from alpaca_farm.core.data import preferences
+from alpaca_farm.core.data.preferences import pair_up
+from alpaca_farm.judging import pools
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.boards.agreement import prefer_longer as longest
@@ -34,7 +35,7 @@ class Pool:
     name = 'pool'
     annotators = (longest, first)
     def __call__(self, pairs):
-        each = [preferences.both_orders(pairs, f) for f in self.annotators]
+        each = [pools.mean_preferences(f, pairs) for f in self.annotators]
         return np.mean(each, axis=0).tolist()
 
 
@@ -55,7 +56,7 @@ def test_no_row_is_lost_on_alpaca_farms_files():
     "252 instructions, most with an input, which is not merged into the instruction on one side."
     sft, base = (json.loads((DATA/'alpaca_farm_examples'/f'outputs_{n}.json').read_text())
                  for n in ('sft', 'baseline'))
-    pairs = preferences.pair_up(sft, base)
+    pairs = pair_up(sft, base)
     assert len(pairs) == len(sft) == 252 and sum(p['input'] != '' for p in pairs) == 208
 
 
@@ -73,7 +74,7 @@ def test_identical_answers_are_not_asked_about():
     judged = []
     def judge(pairs): judged.extend(pairs); return [2.]*len(pairs)
     refs, outputs = answers(lambda i: 'yes'), answers(lambda i: 'yes' if i % 2 else 'no')
-    assert preferences.preferences_over(outputs, refs, judge).tolist() == [1.5]*12
+    assert pools.preferences_over(outputs, refs, judge).tolist() == [1.5]*12
     assert len(judged) == 12 and all(p['output_1'] != p['output_2'] for p in judged)
 
 
@@ -95,7 +96,7 @@ def test_no_verdict_is_no_tie_and_no_loss(capsys):
     row = leaderboards.alpaca_eval_rows(judged['shy'], methods, REFERENCES, 'shy', 'x').loc['mine']
     assert (row.n_total, row.n_unanswered, row.win_rate) == (9, 3, pytest.approx(won))
     def lazy(pairs): return [1]
-    assert len(preferences.verdicts_over(MINE, REFERENCES, silent_on_three)) == 9
+    assert len(pools.verdicts_over(MINE, REFERENCES, silent_on_three)) == 9
     for judge, message in ((silent_on_three, 'row 0 is nan'), (lazy, 'lazy gave 1 preferences')):
         with pytest.raises(ValueError, match=message):
             complete_preferences(methods['mine'], REFERENCES, judge)

@@ -47,7 +47,7 @@ def sample_pairs(n, seed=0):
 
 
 def worth(records): return np.mean(utility(records))
-def agree(a, b, pairs): return two_votes_agree(a.each(pairs), b.each(pairs))
+def agree(a, b, pairs): return two_votes_agree(*(group.both_orders(pairs).mean(1).T for group in (a, b)))
 
 
 # Requests
@@ -181,7 +181,7 @@ def test_disagreement_and_coins_part_the_crowd(knob, values):
 def variance_of(group, pairs, same=False, flips=0.):
     "How often a vote differs from the majority of three others, of members or of one member."
     rng = np.random.default_rng(0)
-    p = group.each(pairs) - 1
+    p = group.both_orders(pairs).mean(1).T - 1
     who = rng.permuted(np.tile(np.arange(p.shape[1]), (len(pairs), 1)), axis=1)[:, :4]
     if same: who = np.repeat(who[:, :1], 4, 1)
     votes = (rng.random(who.shape) < np.take_along_axis(p, who, 1)) ^ (rng.random(who.shape) < flips)

@@ -15,7 +15,8 @@ from alpaca_farm.worlds.embedded.grammar import parse
 from alpaca_farm.worlds.embedded.lexicon import PHRASES
 from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.worlds.folder import read_world
-from alpaca_farm.judging.measures import preference_probabilities, sample_votes
+from alpaca_farm.judging.measures import sample_votes
+from alpaca_farm.judging.pools import both_orders
 
 
 @pytest.fixture(scope='module')
@@ -73,7 +74,7 @@ def test_agreement_is_that_of_alpaca_farm(made):
     "One vote against the majority of three others: theirs .66 among people, .65 of the pool."
     pairs = [dict(instruction=r['instruction'], input='', output_1=r['output'][0], output_2=o)
              for r in made.samples for o in r['output'][1:4] if o != r['output'][0]]
-    crowd, pool = (sample_votes(preference_probabilities(g, pairs), pairs, 4, 10**6*k)
+    crowd, pool = (sample_votes(both_orders(g, pairs) - 1, pairs, 4, 10**6*k)
                    for k, g in enumerate((made.crowd, world.sample_pool(1))))
     assert agreement(crowd) == pytest.approx(.68, abs=.03)
     assert agreement(pool, crowd) == pytest.approx(.68, abs=.03)
