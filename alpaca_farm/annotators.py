@@ -66,9 +66,16 @@ def flip_share(
 
 # %% ../nbs/annotators.ipynb #ddf9e4f5
 def _coin_label(pair, seed):
-    "A fair coin's label, which belongs to the pair in either order."
+    "Label a pair by a fair coin, which names the same answer in either order."
     heads = hash_uniform(seed, 'coin', *pair_identity(pair)) < .5
     return 1. + (heads ^ (pair['output_1'] <= pair['output_2']))
+
+# %% ../nbs/annotators.ipynb #886867a0
+def _write_verdict(row: dict, verdict, seed: int, decide: bool):
+    "Write a verdict, and what it cost, into the row of its pair."
+    row['preference'] = decide_vote(row, verdict.preference, seed, decide)
+    if verdict.raw: row.update(price=verdict.price, time=verdict.seconds, raw=verdict.raw)
+    if verdict.orders: row['orders'] = list(verdict.orders)
 
 
 def annotate_pairs(
@@ -98,10 +105,7 @@ def annotate_pairs(
     ask = ask_both_orders if both_orders else ask_shown
     verdicts = ask(members, shown, seed)
     for member, own, given in zip(members, asked, verdicts):
-        for row, v in zip(own, given):
-            row['preference'] = decide_vote(row, v.preference, seed, decide)
-            if v.raw: row.update(price=v.price, time=v.seconds, raw=v.raw)
-            if v.orders: row['orders'] = list(v.orders)
+        for row, verdict in zip(own, given): _write_verdict(row, verdict, seed, decide)
         if isinstance(member, RecordedLabels): continue   # of the pairs that were labelled only
         missing = sum(row['preference'] is None for row in own)
         report_missing(annotator_name(member), missing, len(own), 'pairs')

@@ -105,7 +105,6 @@ def test_answers_are_kept_in_a_file_of_their_own(server, tmp_path):
     def label(): return PairwiseAutoAnnotator(caching_path=str(file)).annotate_pairs([PAIR])[0]
     first = label()['preference']
     assert file.exists() and label()['preference'] == first and len(server.requests()) == 1
-    PairwiseAutoAnnotator(is_store_missing_annotations=False, is_reapply_parsing=True)
 
 
 def test_the_share_without_a_verdict_is_said_by_annotator(server, capsys):
