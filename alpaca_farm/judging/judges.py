@@ -115,7 +115,7 @@ _CONTROL_TOKEN = re.compile(r'<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|\[/?INST\]|<</
 
 
 def break_control_tokens(text: str) -> str:
-    "Put a space into every control token of a chat format, so that it is one no longer."
+    "Break every control token of a chat format by a space, so that a tokenizer reads plain text."
     return _CONTROL_TOKEN.sub(lambda token: f'{token[0][0]} {token[0][1:]}', text)
 
 # %% ../../nbs/judging/judges.ipynb #ea263dae

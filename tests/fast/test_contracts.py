@@ -16,7 +16,7 @@ import tiny
 NBS, PACKAGE = tiny.ROOT/'nbs', tiny.ROOT/'alpaca_farm'
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb')
                    if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})   # a template is no notebook yet
-RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
+RUNNABLE = [p for p in NOTEBOOKS if not {'core', 'judging'} & {*p.parts[len(NBS.parts):]}]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
 CORE = ['data.dialogues',

@@ -96,7 +96,7 @@ def test_shown_labels():
         logprobs = dict(content=[dict(top_logprobs=tokens)])
         return _shown_label(dict(choices=[dict(logprobs=logprobs)]), 'AB')
     assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25) and shown(B=.1) == 1
-    assert math.isnan(shown(Bad=.9)) and math.isnan(_shown_label(dict(choices=[{}]), 'AB'))
+    assert shown(Bad=.9) is None and _shown_label(dict(choices=[{}]), 'AB') is None
 
 
 def made(base, out, **more):

@@ -233,9 +233,10 @@ async def send(self: ApiClient, request: dict) -> tuple[dict, float]:
     import httpx, openai
     path = '/chat/completions' if 'messages' in request else '/completions'
     body = {name: value for name, value in request.items() if value is not None}
-    got = await self.endpoint.post(path, body=body, cast_to=httpx.Response)
-    answer = read_answer(got.content)
-    if answer: return answer, got.elapsed.total_seconds()
+    for _ in range(self.cfg.tries):
+        got = await self.endpoint.post(path, body=body, cast_to=httpx.Response)
+        answer = read_answer(got.content)
+        if answer: return answer, got.elapsed.total_seconds()
     why = f'an answer of the wrong shape: {redact(got.text)[:200]!r}'
     raise openai.APIError(why, got.request, body=None)
 
@@ -248,8 +249,10 @@ async def answer_request(self: ApiClient, key: bytes, request: dict):
     if self.exceeds_budget(price): return
     self.reserved += price
     self.under_way += 1
+    before = self.tally.asked
     try: answer, seconds = await self.send(request)
-    except openai.OpenAIError as e: self.note_failure(key, request['model'], e)
+    except openai.OpenAIError as e:
+        self.note_failure(key, request['model'], e, self.tally.asked == before)
     else: self.note_answer(key, request, answer, seconds)
     finally:
         self.reserved -= price
@@ -286,12 +289,17 @@ _DOWN = 3   # requests that fail in a row when an endpoint is down
 
 
 @patch
-def note_failure(self: ApiClient, key: bytes, model: str, e: Exception):
+def note_failure(self: ApiClient,
+    key: bytes,
+    model: str,
+    e: Exception,
+    silent: bool,   # whether no request has been answered meanwhile
+):
     "Note why a request has failed; end the call if the others would fail as well."
     why = _stop_reason(e, model)
     self.tally.failed[key] = why or _first_line(e)
     if _concerns_request(e): self.tally.refused.add(key)
-    else: self.lost_in_a_row += 1
+    elif silent: self.lost_in_a_row += 1
     where = self.server or 'OpenAI'
     if not why and self.lost_in_a_row >= _DOWN:
         why = (f'no answer from {where}: is the server running? '
