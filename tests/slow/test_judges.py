@@ -133,12 +133,6 @@ def test_a_server_without_log_probs_is_named(tmp_path, n, match):
             judge(pairs(n))
 
 
-def test_a_judge_that_is_a_function_says_what_it_could_not_read(tmp_path, capsys):
-    with judge_server(faults=dict(unparseable=1.), regexes=TAGS) as server:
-        assert np.isnan(made(server, tmp_path, 'structured')(pairs(1))).all()
-    assert 'structured: no verdict on 1 of 1 pairs' in capsys.readouterr().out
-
-
 def test_another_model_than_asked_for_is_named_once(tmp_path, capsys):
     for model, said in (('judge-2024-08-06', 0), ('smollm2', 1)):
         with judge_server(model=model) as server:
