@@ -13,10 +13,13 @@ from pathlib import Path
 import numpy as np
 
 from .core.ask.client import ApiConfig
-from .core.ask.judge_configs import is_population
-from .core.data.preferences import annotator_name, decide_vote, draw_annotator
-from .core.data.preferences import hash_uniform, pair_identity, pool_members
-from .core.data.preferences import pool_weights, report_missing, shown_swapped
+from .judging.prompts import is_population
+from .judging.pools import annotator_name, decide_vote, draw_annotator
+from .core.data.preferences import hash_uniform, pair_identity
+from .judging.pools import pool_members
+from .judging.pools import report_missing
+from .core.data.preferences import shown_swapped
+
 from .core.data.dialogues import full_instruction
 from .core.data.shown import request_text
 from .core.run.runs import start
@@ -25,12 +28,14 @@ from .core.stats import Interval, wilson, win_rate_interval
 from .judging.judges import api_clients, ask_both_orders, ask_shown, check_all_answered
 from .judging.judges import check_known_names, load_annotators, load_pairs
 from .judging.judges import RecordedLabels, usage_totals
+from .judging.judges import JudgedConfig
 from .judging.measures import flip_labels, flip_mask
+from .judging.pools import mean_preferences
 from .worlds.folder import read_world
 
 # %% ../nbs/annotators.ipynb #0cdfba01
 @dataclass
-class AnnotatorsConfig(ApiConfig):
+class AnnotatorsConfig(ApiConfig, JudgedConfig):
     "Settings of an annotation run."
     out: str = 'runs/annotators'   # run folder
     outputs: Named = 'runs/samples'  # pairs or candidates: a run of best_of_n, or a file
@@ -66,9 +71,16 @@ def flip_share(
 
 # %% ../nbs/annotators.ipynb #ddf9e4f5
 def _coin_label(pair, seed):
-    "A fair coin's label, which belongs to the pair in either order."
+    "Label a pair by a fair coin, which names the same answer in either order."
     heads = hash_uniform(seed, 'coin', *pair_identity(pair)) < .5
     return 1. + (heads ^ (pair['output_1'] <= pair['output_2']))
+
+# %% ../nbs/annotators.ipynb #886867a0
+def _write_verdict(row: dict, verdict, seed: int, decide: bool):
+    "Write a verdict, and what it cost, into the row of its pair."
+    row['preference'] = decide_vote(row, verdict.preference, seed, decide)
+    if verdict.raw: row.update(price=verdict.price, time=verdict.seconds, raw=verdict.raw)
+    if verdict.orders: row['orders'] = list(verdict.orders)
 
 
 def annotate_pairs(
@@ -98,10 +110,7 @@ def annotate_pairs(
     ask = ask_both_orders if both_orders else ask_shown
     verdicts = ask(members, shown, seed)
     for member, own, given in zip(members, asked, verdicts):
-        for row, v in zip(own, given):
-            row['preference'] = decide_vote(row, v.preference, seed, decide)
-            if v.raw: row.update(price=v.price, time=v.seconds, raw=v.raw)
-            if v.orders: row['orders'] = list(v.orders)
+        for row, verdict in zip(own, given): _write_verdict(row, verdict, seed, decide)
         if isinstance(member, RecordedLabels): continue   # of the pairs that were labelled only
         missing = sum(row['preference'] is None for row in own)
         report_missing(annotator_name(member), missing, len(own), 'pairs')
@@ -109,28 +118,32 @@ def annotate_pairs(
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
 def _judged(rows):
-    "The rows that an annotator has labelled, not a coin."
+    "Select the rows that an annotator has labelled, not a coin."
     return [r for r in rows if r['preference'] is not None and r['annotator'] != 'coin']
 
 
 def _position_bias(rows, seed, both):
-    """How often the answer shown first wins (`first`), by labels before flips; with both orders
-    also how often these agree (`consistent`). With 95 % intervals; empty without labels."""
+    """Measure how often the answer shown first wins (`first`), by labels before flips; with both
+    orders also how often they agree (`consistent`). With 95 % intervals; empty without labels."""
     judged = [r for r in _judged(rows) if r['output_1'] != r['output_2']]
-    y = np.array([r['preference'] for r in judged])
-    votes = np.where(shown_swapped(judged, seed), 3 - y, y)   # 1: for the answer shown first
-    agree = np.array([])
-    if both and judged:
-        as_is, exchanged = np.array([r['orders'] for r in judged]).T
-        votes = np.concatenate([as_is, 3 - exchanged])
-        agree = np.sign(as_is - 1.5) == np.sign(exchanged - 1.5)   # also where both are ties
-    measured = {}
-    for name, hits in dict(first=votes[votes != 1.5] < 1.5, consistent=agree).items():
-        if len(hits) == 0: continue
-        n = len(hits)/(1 + (both and name == 'first'))   # two votes on a pair count as one
-        share = wilson(hits.mean()*n, n)
-        measured |= share.columns(name)
-    return measured
+    if not judged: return {}
+    if not both:
+        y = np.array([r['preference'] for r in judged])
+        votes = np.where(shown_swapped(judged, seed), 3 - y, y)   # 1: for the answer shown first
+        return _share_of_firsts(votes, 1)
+    as_is, exchanged = np.array([r['orders'] for r in judged]).T
+    agree = np.sign(as_is - 1.5) == np.sign(exchanged - 1.5)   # also where both are ties
+    consistent = wilson(agree.sum(), len(agree)).columns('consistent')
+    votes = np.concatenate([as_is, 3 - exchanged])
+    return _share_of_firsts(votes, 2) | consistent
+
+
+def _share_of_firsts(votes, each):
+    "Measure the share of votes for the answer shown first; `each` votes of a pair count as one."
+    decided = votes[votes != 1.5]
+    if len(decided) == 0: return {}
+    n = len(decided) / each
+    return wilson((decided < 1.5).mean()*n, n).columns('first')
 
 # %% ../nbs/annotators.ipynb #ffbbeb8c
 def to_alpaca_eval(rows: list[dict]) -> list[dict]:
@@ -149,16 +162,12 @@ def to_alpaca_eval(rows: list[dict]) -> list[dict]:
 # %% ../nbs/annotators.ipynb #4a03fb25
 def _add_expected(rows, pairs, pool, share):
     "Add the pool's mean preference on each pair, with a `share` of flips; None without a verdict."
-    members = pool_members(pool)
-    preferences = []
-    for verdicts in ask_both_orders(members, [pairs] * len(members)):
-        preferences.append([v.preference for v in verdicts])
-    mean = np.average(preferences, axis=0, weights=pool_weights(pool))
+    mean = mean_preferences(pool, pairs)
     flipped = mean + share * (3 - 2 * mean)
     for row, e in zip(rows, flipped.tolist()):
         row['expected'] = None if math.isnan(e) else e
 
-
+# %% ../nbs/annotators.ipynb #6c64f7bb
 def _write_unanswered(this_run, rows, clients, n):
     "Write the rows without a verdict, and the reasons."
     reasons = set()
@@ -169,7 +178,7 @@ def _write_unanswered(this_run, rows, clients, n):
     this_run.write('unanswered.json', dict(pairs=rows, reasons=sorted(reasons), unread=unread))
     print(f'no verdict on {len(rows)} of {n} pairs: see {this_run.path("unanswered.json")}')
 
-
+# %% ../nbs/annotators.ipynb #c37b5f40
 def run(cfg: AnnotatorsConfig):
     "Annotate pairs; writes preferences.json, summary.json and, for API judges, annotations.json."
     this_run = start(cfg, run)

@@ -10,11 +10,14 @@ import json, os, tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from fastcore.basics import patch
+
 from .core.ask.client import ApiConfig
 from .core.data.preferences import hash_uniform, head2head_pairs, output_texts
 from .core.data.records import load_rows, read_rows
 from .core.data.dialogues import full_instruction, with_instruction
 from .core.run.paths import at_root
+from .core.data.dialogues import prompt_key
 from .annotators import annotate_pairs, to_alpaca_eval
 from .judging.judges import load_annotators
 from .boards.leaderboards import leaderboard_row
@@ -30,37 +33,37 @@ def _records_of(data) -> list[dict]:
             raise ValueError(f'row {i} is a {type(row).__name__}: no record')
     return rows
 
-
+# %% ../nbs/auto_annotations.ipynb #cf021755
 _OLD_NAMES = dict(annotator_pool_v0='alpaca_farm', greedy_gpt4='alpaca_farm_greedy_gpt4',
                   test='text_davinci_003')   # of AlpacaFarm 0.1
 
 
-def _current_spec(name, base_dir=None):
+def _current_spec(name) -> str:
     "Find today's specification of an annotator, given an old or a current name."
     name = str(name).removesuffix('/configs.yaml')
-    if base_dir and (Path(base_dir)/name).exists(): return str(Path(base_dir)/name)
     return _OLD_NAMES.get(name, name)
 
-
-def _shown_pair(row, input_keys, output_keys):
+# %% ../nbs/auto_annotations.ipynb #a7bb3944
+def _shown_pair(row: dict) -> dict:
     "Make the pair that a judge sees of a record; ValueError for a missing field or output."
     row = with_instruction(row)
-    shown = {}
-    for key in (*input_keys, *output_keys):
-        value = row.get(key)
-        if key not in row and key != 'input': raise ValueError(f'{str(row)[:200]} has no {key!r}')
-        if key in output_keys and not isinstance(value, str):
-            raise ValueError(f'{key} = {value!r} must be text (in {str(row)[:200]})')
-        gap = value is None or value != value   # nan
-        shown[key] = '' if gap else str(value)
-    first, second = map(shown.pop, output_keys)
-    pair = dict(input=shown.pop('input', ''), output_1=first, output_2=second)
-    texts = shown.pop('instruction', ''), *shown.values()
-    return dict(pair, instruction='\n\n'.join(filter(None, texts)))
+    for name in ('instruction', 'output_1', 'output_2'):
+        if not isinstance(row.get(name), str):
+            raise ValueError(f'{name} = {row.get(name)!r} must be text (in {str(row)[:200]})')
+    given = row.get('input')
+    return dict(instruction=row['instruction'], input=given if isinstance(given, str) else '',
+                output_1=row['output_1'], output_2=row['output_2'])
 
 # %% ../nbs/auto_annotations.ipynb #ef926dea
 _LABEL_FIELDS = ('annotator', 'preference', 'price_per_example', 'time_per_example',
                  'raw_completion')
+
+
+def _flip_share(p_label_flip: float | None) -> float:
+    "Return a share of flipped labels; ValueError unless it is between 0 and 0.5."
+    share = p_label_flip or 0.
+    if 0 <= share <= .5: return share
+    raise ValueError(f'p_label_flip = {p_label_flip}: it must be between 0 and 0.5')
 
 
 class PairwiseAutoAnnotator:
@@ -70,39 +73,27 @@ class PairwiseAutoAnnotator:
         seed: int | None = 0,         # of annotators and orders; None for a new one each time
         is_avoid_reannotations: bool = True,   # use earlier answers
         caching_path='auto',          # the project's store, or another file of one; None: nothing
-        input_keys=('input', 'instruction'),   # fields that are shown as the instruction
-        output_keys=('output_1', 'output_2'),
         p_label_flip: float | None = None,     # share of flipped labels; AlpacaFarm trains on 0.25
-        base_dir=None,                # folder that is searched first for a configuration
         models: dict | None = None,   # replacement models, besides those of ALPACA_FARM_MODELS
-        saving_path=None,             # older name of caching_path
-        is_store_missing_annotations: bool = True,  # no effect: a failure is never stored
-        is_reapply_parsing: bool = False,           # no effect: answers are always parsed again
         **api,                        # settings of `ApiConfig`: base_url, concurrency, budget, ...
     ):
-        self.input_keys = tuple(input_keys)
-        self.output_keys = tuple(output_keys)
         self.seed = seed
         self.set_noise(p_label_flip)
-        path = saving_path or caching_path
-        if path is None or not is_avoid_reannotations:
+        if caching_path is None or not is_avoid_reannotations:
             self.folder = tempfile.TemporaryDirectory()   # deleted together with this object
-            api['store'] = f'{self.folder.name}/answers.sqlite'
-        elif path != 'auto': api['store'] = str(path)
+            caching_path = f'{self.folder.name}/answers.sqlite'
+        if caching_path != 'auto': api['store'] = str(caching_path)
         entries = [e for e in os.environ.get('ALPACA_FARM_MODELS', '').split(',') if '=' in e]
         entries += [f'{old}={new}' for old, new in (models or {}).items()]   # the last one counts
-        self.spec = _current_spec(annotators_config, base_dir)
+        self.spec = _current_spec(annotators_config)
         self.cfg = ApiConfig(models=entries, **api)
         self.pool = load_annotators(self.spec, self.cfg)
 
     def set_noise(self, p_label_flip: float | None):
         "Set the share of flipped labels; ValueError unless it is between 0 and 0.5."
-        share = p_label_flip or 0.
-        if not 0 <= share <= .5:
-            raise ValueError(f'p_label_flip = {p_label_flip}: it must be between 0 and 0.5')
-        self.p_label_flip = share
+        self.p_label_flip = _flip_share(p_label_flip)
 
-    def annotate_pairs(self, to_annotate, **decoding_kwargs) -> list[dict]:
+    def annotate_pairs(self, to_annotate, p_label_flip=None, **decoding_kwargs) -> list[dict]:
         """Label records with `annotator` and `preference`; this is 1 or 2, 1.5 for identical
         outputs, between them for a probability, and None where there is no verdict."""
         pool = self.pool
@@ -110,57 +101,58 @@ class PairwiseAutoAnnotator:
             given = [f'{name}={json.dumps(value)}' for name, value in decoding_kwargs.items()]
             cfg = replace(self.cfg, decoding=self.cfg.decoding + given)
             pool = load_annotators(self.spec, cfg)
+        share = self.p_label_flip if p_label_flip is None else _flip_share(p_label_flip)
         rows = _records_of(to_annotate)
-        pairs = [_shown_pair(row, self.input_keys, self.output_keys) for row in rows]
+        pairs = list(map(_shown_pair, rows))
         seed = self.seed if self.seed is not None else int.from_bytes(os.urandom(4), 'big')
-        labels = annotate_pairs(pairs, pool, seed, self.p_label_flip, ask_flipped=False,
-                                decide=False)
+        labels = annotate_pairs(pairs, pool, seed, share, ask_flipped=False, decide=False)
         annotated = []
         for row, told in zip(rows, to_alpaca_eval(labels)):
             annotated.append(row | {name: told[name] for name in _LABEL_FIELDS})
         return annotated
 
-    def annotate_samples(self,
-        all_outputs,   # records with an `output`, or several in a list
-        keys_to_sample_output_2=None,         # fields of an instruction; None: `input_keys`
-        is_unique_instructions: bool = True,  # one pair; else as many as different outputs
-        p_label_flip: float | None = None,    # the noise of this call
-        is_multisample_list: bool = True,     # no effect: either form is read
-        **decoding_kwargs,
-    ) -> list[dict]:
-        "Pair the outputs for each instruction, neighbours in a random cyclic order; label them."
-        keys = keys_to_sample_output_2 or self.input_keys
-        prompts = {}
-        outputs = {}
-        for row in _records_of(all_outputs):
-            key = tuple(str(with_instruction(row).get(k) or '') for k in keys)
-            prompts.setdefault(key, row)
-            outputs.setdefault(key, []).extend(output_texts(row))
-        pairs = []
-        for key, row in prompts.items():
-            def coin(output): return hash_uniform('derange', output, self.seed or 0, *key)
-            ring = sorted(set(outputs[key]), key=coin)
-            if len(ring) < 2: continue
-            rest = {k: v for k, v in row.items() if k not in ('output', 'output_1', 'output_2')}
-            for k, both in enumerate(zip(ring, ring[1:] + ring[:1])):
-                pairs.append(rest | dict(zip(self.output_keys, both), sample_id=k))
-                if is_unique_instructions: break
-        usual_noise = self.p_label_flip
-        if p_label_flip is not None: self.set_noise(p_label_flip)
-        try: return self.annotate_pairs(pairs, **decoding_kwargs)
-        finally: self.p_label_flip = usual_noise
+# %% ../nbs/auto_annotations.ipynb #efec6878
+def _neighbours(texts: list[str], seed: int, prompt: tuple) -> list[tuple[str, str]]:
+    "Pair different texts with their neighbours in a random circle; none for fewer than two."
+    def coin(text): return hash_uniform('derange', text, seed, *prompt)
+    ring = sorted(set(texts), key=coin)
+    return list(zip(ring, ring[1:] + ring[:1])) if len(ring) > 1 else []
 
-    def annotate_head2head(self,
-        outputs_1,    # of the baseline
-        outputs_2,    # of the model
-        keys_to_merge=('instruction', 'input'),   # by which they are matched
-        is_ordered: bool = False,                 # match them row by row
-        **decoding_kwargs,
-    ) -> list[dict]:
-        "Label two models' outputs, 2 if the second is better; `common_prompts` drops the others."
-        outputs = _records_of(outputs_1), _records_of(outputs_2)
-        pairs = head2head_pairs(*outputs, keys_to_merge, is_ordered)
-        return self.annotate_pairs(pairs, **decoding_kwargs)
+
+@patch
+def annotate_samples(self: PairwiseAutoAnnotator,
+    all_outputs,   # records with an `output`, or several in a list
+    is_unique_instructions: bool = True,  # one pair; else as many as different outputs
+    p_label_flip: float | None = None,    # the noise of this call
+    **decoding_kwargs,
+) -> list[dict]:
+    "Pair the outputs for each instruction, neighbours in a random cyclic order; label them."
+    prompts = {}
+    outputs = {}
+    for row in _records_of(all_outputs):
+        key = prompt_key(row)
+        prompts.setdefault(key, row)
+        outputs.setdefault(key, []).extend(output_texts(row))
+    pairs = []
+    for key, row in prompts.items():
+        both = _neighbours(outputs[key], self.seed or 0, key)
+        if is_unique_instructions: both = both[:1]
+        rest = {k: v for k, v in row.items() if k != 'output'}
+        for k, (one, other) in enumerate(both):
+            pairs.append(dict(rest, output_1=one, output_2=other, sample_id=k))
+    return self.annotate_pairs(pairs, p_label_flip, **decoding_kwargs)
+
+
+@patch
+def annotate_head2head(self: PairwiseAutoAnnotator,
+    outputs_1,    # of the baseline
+    outputs_2,    # of the model
+    is_ordered: bool = False,   # match them row by row
+    **decoding_kwargs,
+) -> list[dict]:
+    "Label two models' outputs, 2 if the second is better; `common_prompts` drops the others."
+    pairs = head2head_pairs(_records_of(outputs_1), _records_of(outputs_2), ordered=is_ordered)
+    return self.annotate_pairs(pairs, **decoding_kwargs)
 
 # %% ../nbs/auto_annotations.ipynb #03d65f45
 def _reference_from_hub():
@@ -170,7 +162,7 @@ def _reference_from_hub():
         raise ValueError(f'the reference outputs could not be read from the hub ({e}). '
                          'Name a file: alpaca_leaderboard(..., reference_outputs=FILE)') from None
 
-
+# %% ../nbs/auto_annotations.ipynb #fd16e3fa
 _PUBLISHED = '''GPT4                   79.5 ± 1.4
 ChatGPT                63.0 ± 1.7
 RLHF PPO               49.3 ± 1.8

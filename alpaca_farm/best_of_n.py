@@ -17,7 +17,7 @@ from .core.preflight import preflight
 from .core.answers import prompt_fields, sample_answers, SampleConfig
 from .core.preflight import settle
 from .core.ask.client import ApiConfig
-from .core.ask.completions import ServedWriter
+from .core.model.writer import ServedWriter
 from .core.data.dialogues import as_messages, full_instruction, prompt_key
 from .core.data.dialogues import without_lead
 from .core.data.records import load_records, without_lists

@@ -18,9 +18,10 @@ from .core.answers import answer_eval_split, AnswerConfig, answering
 from .core.labelled import answer_labels
 from .core.answers import load_split, prompt_fields, sample_answers
 from .core.preflight import preflight, settle
-from .core.ask.judge_configs import JudgedConfig
+from .judging.judges import JudgedConfig
 from .core.data.dialogues import prompt_key
-from .core.data.preferences import answer_of, verdicts_over
+from .core.data.preferences import answer_of
+from .judging.pools import verdicts_over
 from .core.data.records import load_records
 from .core.data.text import encode
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix

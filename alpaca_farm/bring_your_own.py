@@ -15,7 +15,7 @@ import numpy as np
 from .core.answers import PromptConfig
 from .core.preflight import settle
 from .core.ask.client import ApiConfig
-from .core.data.preferences import pool_members, preferences_over
+from .judging.pools import pool_members, preferences_over
 from .core.data.dialogues import prompt_key
 from .core.data.records import load_records
 from .core.data.text import check_limit, encode_prompts
@@ -26,6 +26,7 @@ from .core.run.runs import methods as farm_methods, start
 from .core.run.settings import by_size, command, Count, HardwareConfig, Named, Scale
 from .core.run.settings import Share
 from .judging.judges import api_clients, check_known_names, load_annotators
+from .judging.judges import JudgedConfig
 from .judging.judges import judge_request
 from .worlds.folder import check_sizes, read_world, write_world
 
@@ -52,7 +53,7 @@ METHODS = farm_methods()   # entries of the farm by method
 
 
 @dataclass
-class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
+class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
     "Settings of your own world."
     out: str = 'runs/own'                 # run folder of the world
     model: Named = 'runs/sft'  # your model: a run folder, a checkpoint folder or a hub name

@@ -20,9 +20,10 @@ from .boards.leaderboards import ANSWER_COLUMNS
 from .boards.regret import halving_plan, still_in, weigh_votes
 from .boards.text import TEXT_COLUMNS
 from .core.ask.client import ApiConfig
-from .core.ask.judge_configs import JudgedConfig
+from .judging.judges import JudgedConfig
 from .core.data.dialogues import prompt_key
-from .core.data.preferences import both_orders, match_prompts, output_texts
+from .judging.pools import mean_preferences
+from .core.data.preferences import match_prompts, output_texts
 from .core.data.records import each_answer
 from .core.model.rewards import reward
 from .core.run.jobs import Job, run_or_fail
@@ -485,7 +486,7 @@ def run(cfg: DecideConfig):
     first, known = _first_pairs(cfg, sft)
     votes = ask(first)
     if np.isnan(votes).any(): return _stop(start(cfg, run, made), first, votes)
-    verdicts = both_orders(first + known, judge) - 1
+    verdicts = mean_preferences(judge, first + known) - 1
     known_votes = [r['preference'] - 1 for r in known]
     agreed, said = _judge_check(verdicts, [*votes, *known_votes])
     print(said)

@@ -23,13 +23,14 @@ from .core.run.runs import start, write_csv, write_figure
 from .core.run.settings import command, Count
 from .judging.judges import api_clients, check_known_names, load_annotators
 from .judging.judges import usage_totals
+from .judging.judges import JudgedConfig
 
 # %% ../nbs/eval.ipynb #9138e77a
 WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold')]
 
 
 @dataclass
-class EvalConfig(ApiConfig):
+class EvalConfig(ApiConfig, JudgedConfig):
     "Settings of an evaluation."
     out: str = 'runs/eval'              # run folder
     # runs or files

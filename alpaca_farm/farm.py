@@ -16,7 +16,7 @@ from .boards.farm_board import write_boards
 from .boards.judged import short_names
 from .boards.simulation import paired_tables, write_simulation
 from .core.ask.client import ApiConfig
-from .core.ask.judge_configs import JudgedConfig
+from .judging.judges import JudgedConfig
 from .core.run.paths import notebooks_folder
 from .core.run.files import read_yaml
 from .core.run.runs import run_config
@@ -26,7 +26,8 @@ from .core.run.runs import check_run_folder, read_summary, start, write_csv
 from .core.run.paths import at_root
 from .core.run.settings import command, Count, Positive, refuse_unknown
 from .judging.judges import load_annotators
-from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
+from .worlds.folder import check_sizes, read_world, ROLES, World
+from .judging.judges import utility_judge
 
 # %% ../nbs/farm.ipynb #4dbe3763
 @dataclass

@@ -18,8 +18,9 @@ import numpy as np
 
 from .annotators import flip_share
 from .core.answers import log_ratios, sample, SampleConfig
-from .core.ask.judge_configs import JudgedConfig
-from .core.data.preferences import answer_preferences, check_preferences
+from .judging.judges import JudgedConfig
+from .judging.pools import answer_preferences
+from .core.data.preferences import check_preferences
 from .core.data.records import each_answer, load_records
 from .core.data.text import decode, encode_prompts
 from .core.functional import has_spread

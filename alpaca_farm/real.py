@@ -19,7 +19,8 @@ import numpy as np
 
 from .core.answers import fitting_prompts, sample_answers, SampleConfig
 from .core.training import in_chunks
-from .core.data.preferences import output_texts, Pool
+from .core.data.preferences import output_texts
+from .judging.pools import Pool
 from .core.data.records import load_records
 from .core.functional import has_spread
 from .core.model.models import load_policy

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from .annotators import annotate_pairs
 from .core.answers import SampleConfig
 from .core.ask.client import ApiConfig
-from .core.ask.completions import LocalWriter, ServedWriter
+from .core.model.writer import LocalWriter, ServedWriter
 from .core.data.dialogues import as_messages, bare_prompt, dialogue_text
 from .core.data.dialogues import prompt_messages, TAGS, with_space
 from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs

@@ -9,10 +9,12 @@ __all__ = ['WombatConfig', 'rate', 'run']
 import re
 from dataclasses import dataclass, field
 
-from .core.ask.client import ApiClient, ApiConfig, ask_until_read
+from .core.ask.client import ApiClient, ApiConfig
 from .core.data.records import first_places, merge_candidates, select_candidates
+from .core.ask.client import ask
 from .core.data.dialogues import full_instruction, prompt_key
-from .core.data.preferences import hash_uniform, report_missing
+from .core.data.preferences import hash_uniform
+from .judging.pools import report_missing
 from .core.run.runs import start
 from .core.run.settings import command, Count
 from .core.stats import mean
@@ -54,7 +56,7 @@ def _rating_order(query: dict, seed: int) -> list[int]:
 def _rating_request(
     query: dict,
     cfg: WombatConfig,
-    draw: int = 0,      # the first is greedy, later ones are sampled
+    temperature: float = 0.,
 ) -> dict:
     "Write the request to rate a query's candidates."
     order = _rating_order(query, cfg.seed)
@@ -64,7 +66,7 @@ def _rating_request(
     text = _RATING.format(k=len(order), request=break_control_tokens(full_instruction(query)),
                           answers='\n\n'.join(answers))
     return dict(model=cfg.rater, messages=[dict(role='user', content=text)],
-                temperature=min(draw, 1), max_tokens=40 * len(order))
+                temperature=temperature, max_tokens=40 * len(order))
 
 # %% ../nbs/wombat.ipynb #d3814b03
 _LINE = re.compile(r'\W*(?:answer\W+)?(\d+)\W*:\W*([1-5])' + 3 * '[ ,;|]+([1-5])' + r'\W*', re.I)
@@ -82,22 +84,36 @@ def _read_rating(text: str, k: int) -> list[int] | None:
     return [sums[i] for i in sorted(sums)] if len(sums) == k else None
 
 
+def _ask_rater(
+    queries: list[dict],
+    client: ApiClient,
+    cfg: WombatConfig,
+    temperature: float,
+    tries: int,          # how often a rating is asked for that cannot be read
+) -> list[list[int] | None]:   # as shown; None without a readable rating
+    "Ask for the sums of marks of each query's candidates."
+    requests = [_rating_request(query, cfg, temperature) for query in queries]
+    def read(i, answer): return _read_rating(verdict_text(answer), len(queries[i]['output']))
+    sums, _ = ask(client, requests, read, [tries] * len(queries))
+    return sums
+
+
 def rate(
     queries: list[dict],
     client: ApiClient,   # of the rater
     cfg: WombatConfig,
 ) -> list[dict]:
     "Give queries `scores` by the rater, and leave out those whose rating cannot be read."
-    def request(i, draw): return _rating_request(queries[i], cfg, draw)
-    def read(i, answer): return _read_rating(verdict_text(answer), len(queries[i]['output']))
-    n = len(queries)
+    ratings = _ask_rater(queries, client, cfg, 0., 1)
+    unread = [i for i, sums in enumerate(ratings) if sums is None]
+    sampled = _ask_rater([queries[i] for i in unread], client, cfg, 1., 2)
+    for i, sums in zip(unread, sampled): ratings[i] = sums
     rated = []
-    for i, answers in enumerate(ask_until_read(client, n, request, read, [3] * n)):
-        sums = read(i, answers[-1]) if answers else None
+    for query, sums in zip(queries, ratings):
         if not sums: continue
         scores = [0.] * len(sums)
-        for k, total in zip(_rating_order(queries[i], cfg.seed), sums): scores[k] = float(total)
-        rated.append(dict(queries[i], scores=scores))
+        for k, total in zip(_rating_order(query, cfg.seed), sums): scores[k] = float(total)
+        rated.append(dict(query, scores=scores))
     if client.tally.open:
         raise ValueError(f'rater = {cfg.rater!r}: {client.tally.open}. '
                          'Answers so far are stored: run again for the rest')

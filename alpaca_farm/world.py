@@ -19,7 +19,8 @@ from .core.run.runs import start
 from .core.run.settings import Amount, Betas, command, Count, Positive, Share
 from .core.run.settings import TrainConfig
 from .core.stats import sigmoid
-from .judging.measures import preference_probabilities, sample_votes
+from .judging.measures import sample_votes
+from .judging.pools import both_orders
 from .worlds.folder import SPLITS, write_world
 from .worlds.embedded.authors import Author, EXPERT
 from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
@@ -164,7 +165,7 @@ def embedded_pairs(
         if one == two: continue
         pairs.append(dict(render(spec), output_1=one, output_2=two,
                           generator_1=f'skill {skills[0]}', generator_2=f'skill {skills[1]}'))
-    chance = preference_probabilities(voters, pairs)
+    chance = both_orders(voters, pairs) - 1
     for pair, cast in zip(pairs, sample_votes(chance, pairs, votes, seed).T):
         pair['votes'] = {f'vote {k}': float(v) for k, v in enumerate(cast, 1)}
     return pairs

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from alpaca_farm.annotators import AnnotatorsConfig
-from alpaca_farm.core.ask.judge_configs import entry_model, judge_config_file, read_judge_config
+from alpaca_farm.judging.prompts import entry_model, judge_config_file, read_judge_config
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_summary
 
@@ -17,7 +17,7 @@ def key(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', KEY)
-    monkeypatch.setattr('alpaca_farm.core.ask.client._LONGEST_WAIT', .05)
+    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .05)
 
 
 def pairs(n, least=41):

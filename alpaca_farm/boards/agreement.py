@@ -13,9 +13,9 @@ from annotated_types import Ge, Len
 import numpy as np
 
 from ..core.ask.client import ApiConfig
-from ..core.ask.judge_configs import model_kind
-from ..core.data.preferences import annotator_name, annotator_order, pool_members
-from ..core.data.preferences import pool_weights, report_missing
+from ..judging.prompts import model_kind
+from ..judging.pools import annotator_name, annotator_order, pool_members
+from ..judging.pools import pool_weights, report_missing
 from ..core.data.records import load_records
 from ..core.data.dialogues import full_instruction, prompt_key
 from ..core.run.progress import Progress
@@ -29,6 +29,8 @@ from ..judging.label_files import label_file, label_files, load_sets, per_thousa
 from ..judging.label_files import recorded_verdicts, Verdicts
 from ..judging.measures import bootstrap_measures, cast_votes, FEWEST, judge_measures
 from ..judging.measures import pair_traits, people_measures, people_votes
+from ..judging.judges import JudgedConfig
+
 
 # %% ../../nbs/boards/agreement.ipynb #8b8bfc52
 SETS = ['runs/world/labelled.json']
@@ -37,7 +39,7 @@ COMPARED = ['runs/world/pool.json', 'runs/world/judge.json',
 
 
 @dataclass
-class AgreementConfig(ApiConfig):
+class AgreementConfig(ApiConfig, JudgedConfig):
     "Settings of a comparison of judges with people."
     out: str = 'runs/agreement'          # run folder
     # labelled pairs: files (*: several) or module:name

@@ -13,9 +13,10 @@ from itertools import combinations
 
 import numpy as np
 
-from ..core.data.preferences import annotator_name, output_texts
+from ..judging.pools import annotator_name
+from ..core.data.preferences import output_texts
 from ..core.data.dialogues import prompt_key
-from ..core.ask.judge_configs import JudgedConfig
+from ..judging.judges import JudgedConfig
 from ..core.run.runs import read_log, read_signed, start, write_csv, write_figure
 from ..core.run.paths import at_root
 from ..core.run.settings import command, Count

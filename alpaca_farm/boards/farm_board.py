@@ -17,7 +17,8 @@ from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from .text import TEXT_COLUMNS, word_scorer
 from ..best_of_n import choose_best, score_candidates
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.data.preferences import answer_preferences, match_prompts, output_texts
+from ..judging.pools import answer_preferences
+from ..core.data.preferences import match_prompts, output_texts
 from ..core.data.preferences import pair_up
 from ..core.data.records import load_records
 from ..core.run.files import read_json

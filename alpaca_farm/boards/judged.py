@@ -14,16 +14,18 @@ import numpy as np
 
 from ..annotators import annotate_pairs
 from ..judging.judges import api_clients, check_all_answered, load_annotators
-from ..core.ask.judge_configs import is_population
+from ..judging.prompts import is_population
 from ..core.data.preferences import check_preferences, hash_uniform, pair_up
-from ..core.data.preferences import preferences_over, report_missing, same_answers
+from ..judging.pools import preferences_over, report_missing
+from ..core.data.preferences import same_answers
+from ..judging.pools import both_orders
 from ..core.data.formats import notice
 from ..core.data.records import load_records
 from ..core.data.dialogues import prompt_key
 from ..core.run.paths import at_root
 from ..core.run.runs import read_summary
 from ..core.stats import win_rate_interval
-from ..judging.measures import preference_probabilities, sample_votes
+from ..judging.measures import sample_votes
 
 # %% ../../nbs/boards/judged.ipynb #f7765592
 def read_answers(
@@ -110,7 +112,7 @@ def _sampled_preferences(
         if same_answers(outputs, references): return np.full(len(references), 1.5)
         labels = annotate_pairs(pairs, judge, seed)
         return np.array([r['preference'] for r in labels], dtype=float)
-    chance = preference_probabilities(judge, pairs)
+    chance = both_orders(judge, pairs) - 1
     votes = sample_votes(chance, pairs, 1, seed, getattr(judge, 'weights', None))[0]
     differ = [p['output_1'] != p['output_2'] for p in pairs]
     missing = np.isnan(chance).any((0, 1)) & differ

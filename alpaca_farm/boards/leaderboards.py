@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 
 from ..core.data.preferences import match_prompts, output_texts, read_preference
-from ..core.data.preferences import with_verdict
+from ..judging.pools import with_verdict
 from ..core.run.runs import run_config
 from ..core.stats import spearman_interval, win_rate, win_rate_interval
 from .corrected import label_columns

@@ -16,9 +16,10 @@ import torch
 from .answers import answer_eval_split, AnswerConfig, fitting_prompts, load_split
 from .stats import mean
 from .answers import prompt_fields, sample, sample_answers, SampleConfig
-from .data.preferences import pair_up, with_verdict
+from .data.preferences import pair_up
+from ..judging.pools import with_verdict
 from .data.dialogues import prompt_key
-from .ask.judge_configs import JudgedConfig
+from ..judging.judges import JudgedConfig
 from .functional import has_spread
 from .model.loading import dtype_of
 from .model.memory import pass_limits

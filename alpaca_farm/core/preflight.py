@@ -13,7 +13,7 @@ import numpy as np
 from .answers import load_split, prompt_fields, PromptConfig, splits_read
 from .data.dialogues import prompt_key, prompt_text
 from .data.formats import notice
-from .data.preferences import verdicts_over
+from ..judging.pools import verdicts_over
 from .data.records import load_records
 from .data.shown import example_text, learned_texts
 from .data.text import check_limit, check_positions, decode, encode_prompts

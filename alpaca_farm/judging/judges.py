@@ -5,39 +5,50 @@
 # %% auto #0
 __all__ = ['COMPLETION_MODELS', 'JUDGES', 'Evaluator', 'load_evaluators', 'break_control_tokens', 'fill_prompt', 'judge_request',
            'parse_verdicts', 'Verdict', 'ApiJudge', 'api_clients', 'usage_totals', 'check_all_answered', 'LocalJudge',
-           'RewardJudge', 'RecordedLabels', 'read_recorded', 'JudgeKind', 'check_annotators', 'load_annotators',
-           'check_known_names', 'ask_shown', 'ask_both_orders', 'load_pairs']
+           'RewardJudge', 'RecordedLabels', 'read_recorded', 'folder_function', 'utility_judge', 'read_judge',
+           'JudgeKind', 'check_annotators', 'load_annotators', 'JudgedConfig', 'check_known_names', 'ask_shown',
+           'ask_both_orders', 'load_pairs']
 
 # %% ../../nbs/judging/judges.ipynb #4746fade
-import math, os, re
+import inspect, math, os, re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ..core.ask.client import answer_text, ApiClient, ApiConfig, ask_until_read
-from ..core.ask.client import parse_mapping, reading_advice, token_usage
-from ..core.ask.judge_configs import adapt_decoding, entry_model, is_population
-from ..core.ask.judge_configs import judge_config_file, model_kind, parse_decoding
-from ..core.ask.judge_configs import read_judge_config, REASONING_MODELS, REQUEST_FIELDS
-from ..core.ask.judge_configs import suggest_names
+from ..core.ask.protocol import answer_text
+from ..core.ask.client import ApiClient, ApiConfig
+from ..core.ask.client import parse_mapping
+from ..core.ask.protocol import reading_advice, token_usage
+from ..core.ask.protocol import adapt_decoding
+from .prompts import entry_model, is_population
+from .prompts import judge_config_file, judge_files, model_kind
+from ..core.ask.protocol import parse_decoding
+from .prompts import read_judge_config
+from ..core.ask.protocol import REASONING_MODELS, REQUEST_FIELDS
+from .prompts import suggest_names
 from ..core.data.records import candidate_pair, check_records, find_file, load_records
 from ..core.data.records import read_rows, read_text
-from ..core.data.preferences import annotator_preferences, answer_of, hash_uniform
-from ..core.data.preferences import head2head_pairs, is_preference, PAIR_FIELDS, Pool
-from ..core.data.preferences import pool_members, pool_weights
-from ..core.data.preferences import report_missing, shown_swapped, swap_outputs
+from .pools import annotator_preferences
+from ..core.data.preferences import answer_of, hash_uniform
+from ..core.data.preferences import head2head_pairs, is_preference, PAIR_FIELDS
+from .pools import Pool
+from .pools import pool_members, pool_weights
+from .pools import report_missing
+from ..core.data.preferences import shown_swapped, swap_outputs
 from ..core.data.formats import as_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.paths import at_root
+from ..core.run.paths import at_root, root
 from ..core.run.settings import Config, resolve
+from ..core.ask.client import ask
+from ..core.run.files import read_json
 from ..core.stats import sigmoid
 from .label_files import label_file
 from .parsers import check_parser, PARSERS, without_echo
-from ..worlds.folder import read_judge
 
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
 @dataclass(frozen=True)
@@ -50,9 +61,9 @@ class Evaluator:
     parser: str             # name of the parser that reads the answer
     parser_kwargs: dict = field(default_factory=dict)
 
-
+# %% ../../nbs/judging/judges.ipynb #5a614bb3
 def _read_template(file, entry):
-    "The prompt of an entry with its question; None if it does not exist."
+    "Read the prompt of an entry with its question; None if it does not exist."
     for folder in (file.parent, file.parent.parent):
         path = folder/entry['prompt_template']
         if path.is_file():
@@ -60,7 +71,7 @@ def _read_template(file, entry):
 
 
 def _read_evaluator(file, name, entry, models, decoding):
-    "The evaluator of an entry, which may still be one that cannot be asked."
+    "Read the evaluator of an entry, which may still be one that cannot be asked."
     model = entry_model(entry)
     fields = dict(model=models.get(model, model))
     for k, value in (entry.get('completions_kwargs') or {}).items():
@@ -72,9 +83,9 @@ def _read_evaluator(file, name, entry, models, decoding):
     return Evaluator(name, _read_template(file, entry), entry.get('batch_size') or 1,
                      adapt_decoding(fields, decoding), parser, parser_kwargs)
 
-
+# %% ../../nbs/judging/judges.ipynb #3685201a
 def _why_not(e, entry, models):
-    "Why an evaluator cannot be asked; '' if it can."
+    "Say why an evaluator cannot be asked; '' if it can."
     model = entry_model(entry)
     api = entry.get('fn_completions')
     prompt = entry['prompt_template']
@@ -115,12 +126,12 @@ _CONTROL_TOKEN = re.compile(r'<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|\[/?INST\]|<</
 
 
 def break_control_tokens(text: str) -> str:
-    "Put a space into every control token of a chat format, so that it is one no longer."
+    "Break every control token of a chat format by a space, so that a tokenizer reads plain text."
     return _CONTROL_TOKEN.sub(lambda token: f'{token[0][0]} {token[0][1:]}', text)
 
-
+# %% ../../nbs/judging/judges.ipynb #ea263dae
 def _parse_chatml(template):
-    "The messages of a ChatML template; a plain text is one user message."
+    "Split a ChatML template into messages; a plain text is one user message."
     if '<|im_start|>' not in template: return [dict(role='user', content=template.strip())]
     messages = []
     for part in template.split('<|im_start|>')[1:]:
@@ -130,18 +141,23 @@ def _parse_chatml(template):
         messages.append(message | dict(f.split('=', 1) for f in fields))
     return messages
 
-
+# %% ../../nbs/judging/judges.ipynb #a8c763fd
 _SLOT = re.compile(r'\{(instruction|input|output_1|output_2)\}')
 
 
-def fill_prompt(template: str, pairs: list[dict]) -> list[dict]:
-    "Fill a template's slots: a name's first slot is for the first pair. Messages come back."
+def fill_prompt(
+    template: str,
+    pairs: list[dict],   # as many as the template has slots of each name
+) -> list[dict]:         # messages
+    "Write a template's messages, with the fields of the pairs in its slots."
     rows = [dict(p, instruction=full_instruction(p), input='') for p in pairs]
-    values = {}
-    for k in PAIR_FIELDS: values[k] = iter([str(r.get(k)) for r in rows])
-    def fill(slot): return break_control_tokens(next(values[slot[1]]))
+    texts = {}   # of each slot's name, those that are still to be filled in
+    for name in PAIR_FIELDS: texts[name] = iter([str(row.get(name)) for row in rows])
+    def fill(slot):
+        text = next(texts[slot[1]])
+        return break_control_tokens(text)
     messages = _parse_chatml(template)
-    for m in messages: m['content'] = _SLOT.sub(fill, m['content'])
+    for message in messages: message['content'] = _SLOT.sub(fill, message['content'])
     return messages
 
 
@@ -149,7 +165,7 @@ def _as_text(messages: list[dict]) -> str:
     "Join messages for a model without a chat format."
     return '\n\n'.join(m['content'] for m in messages)
 
-
+# %% ../../nbs/judging/judges.ipynb #cb32a61a
 # models without chat
 COMPLETION_MODELS = re.compile(r'text-davinci|-instruct$|davinci-002|babbage-002')
 
@@ -188,81 +204,99 @@ class Verdict(NamedTuple):
     orders: tuple = ()            # if asked in both orders: the preference in each, as the pair is
 
     def exchanged(self):
-        "The verdict on the same pair with its answers exchanged."
+        "Return the verdict on the same pair with its answers exchanged."
         return self._replace(preference=3 - self.preference)
 
-
+# %% ../../nbs/judging/judges.ipynb #f4d9cc3d
 _ASKS = 3   # times that a judge who samples is asked until its answer can be read
 _DRAWS_PER_SEED = 1000
 
 
-def _read_answers(
-    client, e: Evaluator, pairs: list[dict], request: dict,
-    answers: list[dict],  # to this request, of which the last counts and all are paid for
+class _Asked(NamedTuple):
+    "A request to compare some pairs."
+    evaluator: Evaluator
+    pairs: list[dict]   # as shown, at most `batch_size`
+    request: dict
+    tries: int          # 1 for a greedy judge, which would say the same again
+    draw: int           # number of its first answer
+
+
+def _divide(e: Evaluator, pairs: list[dict], seed: int) -> list[_Asked]:
+    "Divide pairs into an evaluator's requests; another seed gives other samples."
+    tries = 1
+    draw = 0
+    if e.decoding.get('temperature', 1) != 0:
+        tries = _ASKS
+        draw = _DRAWS_PER_SEED * seed
+    asked = []
+    for i in range(0, len(pairs), e.batch_size):
+        part = pairs[i:i + e.batch_size]
+        asked.append(_Asked(e, part, judge_request(e, part), tries, draw))
+    return asked
+
+# %% ../../nbs/judging/judges.ipynb #1e27e047
+def _verdicts(
+    client: ApiClient,
+    asked: _Asked,
+    answers: list[dict],         # all that were paid for
+    preferences: list[float],    # in the last of them
 ) -> list[Verdict]:
-    "The verdicts on the pairs of a request."
-    if not answers: return [Verdict(math.nan)] * len(pairs)
+    "Make the verdicts on the pairs of a request."
+    e = asked.evaluator
+    if not answers: return [Verdict(math.nan)] * len(asked.pairs)
     prices = []
-    for a in answers:
-        tokens = token_usage(a, request)
+    for answer in answers:
+        tokens = token_usage(answer, asked.request)
         prices.append(client.price(e.decoding['model'], *tokens))
     price = None if None in prices else sum(prices) / e.batch_size
-    last = answers[-1]
-    raw = answer_text(last, refusal=True)
-    preferences = parse_verdicts(e, last, pairs)[:len(pairs)]   # without the sums
-    return [Verdict(p, raw, price, last['seconds']) for p in preferences]
+    raw = answer_text(answers[-1], refusal=True)
+    of_pairs = preferences[:len(asked.pairs)]   # without the sums
+    return [Verdict(p, raw, price, answers[-1]['seconds']) for p in of_pairs]
 
+# %% ../../nbs/judging/judges.ipynb #9bbae81a
+def _note_unread(client: ApiClient, asked: list[_Asked], said: list, answers: list[list[dict]]):
+    "Note replies without a verdict; ValueError if a judge's are most of its replies."
+    replies = Counter()
+    unread = {}
+    for i, one in enumerate(asked):
+        if not answers[i]: continue
+        name = one.evaluator.name
+        replies[name] += 1
+        if said[i] is None: unread.setdefault(name, []).append(i)
+    for name, where in unread.items():
+        texts = [answer_text(answers[i][-1], refusal=True) for i in where]
+        client.unread += [dict(annotator=name, said=text) for text in texts]
+        if len(texts) < 4 or 2*len(texts) <= replies[name]: continue
+        advice = reading_advice(asked[where[-1]].request, answers[where[-1]][-1])
+        raise ValueError(f'{name}: no verdict can be read in {len(texts)} of its '
+                         f'{replies[name]} answers: {advice}. All are stored. '
+                         f'One is {texts[-1][:200]!r}')
 
-def _note_unread(client, name, texts, replies, advice):
-    "Note what a judge said without a verdict; ValueError if that is most of its replies."
-    client.unread += [dict(annotator=name, said=text) for text in texts]
-    if len(texts) < 4 or 2*len(texts) <= replies: return
-    raise ValueError(f'{name}: no verdict can be read in {len(texts)} of its {replies} answers: '
-                     f'{advice}. All are stored. One is {texts[-1][:200]!r}')
-
-
+# %% ../../nbs/judging/judges.ipynb #bf68691d
 def _ask_judges(
     work: list[tuple],  # (ApiJudge, the pairs as shown), all with the same client
     seed: int = 0,      # another seed gives other samples of a judge that samples
 ) -> list[list[Verdict]]:  # as shown
-    "The verdicts of each judge on its pairs."
+    "Ask each judge about its pairs."
     client = work[0][0].client
-    parts = []
-    requests = []
-    asks = []
-    draws = []   # for each request
-    for judge, pairs in work:
-        e = judge.evaluator
-        samples = e.decoding.get('temperature', 1) != 0
-        for i in range(0, len(pairs), e.batch_size):
-            part = pairs[i:i + e.batch_size]
-            parts.append((e, part))
-            requests.append(judge_request(e, part))
-            asks.append(_ASKS if samples else 1)   # greedy: it would say the same
-            draws.append(_DRAWS_PER_SEED * seed if samples else 0)
-    def request(i, again): return requests[i]
-    def readable(i, answer):
-        e, part = parts[i]
-        return not any(map(math.isnan, parse_verdicts(e, answer, part)))
-    said = ask_until_read(client, len(parts), request, readable, asks, draws)
+    asked = []
+    for judge, pairs in work: asked += _divide(judge.evaluator, pairs, seed)
+    preferences = {}   # in the last answer to each request
+    def read(i, answer):
+        one = asked[i]
+        preferences[i] = parse_verdicts(one.evaluator, answer, one.pairs)
+        return None if any(map(math.isnan, preferences[i])) else preferences[i]
+    requests = [one.request for one in asked]
+    tries = [one.tries for one in asked]
+    said, answers = ask(client, requests, read, tries, [one.draw for one in asked])
+    _note_unread(client, asked, said, answers)
     verdicts = []
-    unread = {}
-    replies = Counter()   # the last two by judge
-    for i, answers in enumerate(said):
-        e, part = parts[i]
-        given = _read_answers(client, e, part, requests[i], answers)
-        verdicts += given
-        if not answers: continue
-        replies[e.name] += 1
-        if not readable(i, answers[-1]): unread.setdefault(e.name, []).append(i)
-    for name, where in unread.items():
-        texts = [answer_text(said[i][-1], refusal=True) for i in where]
-        advice = reading_advice(requests[where[-1]], said[where[-1]][-1])
-        _note_unread(client, name, texts, replies[name], advice)
+    for i, one in enumerate(asked):
+        verdicts += _verdicts(client, one, answers[i], preferences.get(i, []))
     in_order = iter(verdicts)
     return [list(islice(in_order, len(pairs))) for _, pairs in work]
 
-
+# %% ../../nbs/judging/judges.ipynb #b7e0dcb8
 @dataclass
 class ApiJudge:
     "A judge behind an endpoint."
@@ -273,7 +307,7 @@ class ApiJudge:
     def name(self) -> str: return self.evaluator.name
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        "Preferences in the order shown; nan without a verdict, which is told."
+        "Ask about pairs in the order given; print how many get no verdict, which is nan."
         verdicts, = _ask_judges([(self, pairs)], seed=self.client.cfg.seed)
         missing = sum(math.isnan(v.preference) for v in verdicts)
         report_missing(self.name, missing, len(pairs), 'pairs')
@@ -329,7 +363,7 @@ def _verdict_labels(e):
 class LocalJudge:
     "A language model on this machine that prefers one of two labels."
     def __init__(self, e: Evaluator, cfg: Config):
-        from alpaca_farm.core.ask.completions import LocalWriter
+        from alpaca_farm.core.model.writer import LocalWriter
         from alpaca_farm.core.model.models import load_policy
         self.evaluator = e
         self.name = e.name
@@ -391,6 +425,33 @@ def read_recorded(path) -> list[dict]:
     rows = as_records(read_rows(find_file(str(path), 'preferences')), str(path), ['preference'])
     return check_records(rows, 'preference', str(path))
 
+# %% ../../nbs/judging/judges.ipynb #ebfe0b44
+def folder_function(folder: str, spec: str):
+    "Return a world's function of records; one with a parameter `folder` gets the world's."
+    found = resolve(spec)
+    if 'folder' not in inspect.signature(found).parameters: return found
+    return partial(found, folder=folder)
+
+
+def utility_judge(utility):
+    "Return the judge who prefers the answer of higher utility; 1.5 where they are equal."
+    def gold(pairs):
+        first = utility([dict(p, output=p['output_1']) for p in pairs])
+        second = utility([dict(p, output=p['output_2']) for p in pairs])
+        lead = np.array(second, float) - np.array(first, float)
+        return np.where(np.abs(lead) < 1e-9, 1.5, 1.5 + np.sign(lead)/2).tolist()
+    return gold
+
+# %% ../../nbs/judging/judges.ipynb #71d15cbc
+def read_judge(path: str):
+    "Read the judge in a file of a world's folder (`is_population`); ValueError if it holds none."
+    file = at_root(path)
+    world = read_json(file.parent/'world.json')
+    if file.name == 'gold.json' and world.get('utility'):
+        return utility_judge(folder_function(str(Path(path).parent), world['utility']))
+    if world.get('reader'): return resolve(world['reader'])(file)
+    raise ValueError(f'{path} holds no judge: its world names no reader of judges')
+
 # %% ../../nbs/judging/judges.ipynb #5b8e1d21
 class JudgeKind(NamedTuple):
     "A kind of judge that a setting can name."
@@ -399,15 +460,15 @@ class JudgeKind(NamedTuple):
     named: Callable   # whether a value names one, told without loading it
     make: Callable    # of the value and the settings: a judge, or a pool of them
 
-
+# %% ../../nbs/judging/judges.ipynb #b091db65
 def _of_requests(cfg) -> ApiConfig:
-    "Settings of requests, and of a model that is not the run's own."
+    "Return settings of requests, also to a model that is not the run's own."
     if isinstance(cfg, ApiConfig): return cfg
     return ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
 
 
 def _load_configuration(spec, cfg):
-    "A judge for each entry, here or behind the endpoint; a pool if there are several."
+    "Load a judge for each entry, here or behind the endpoint; a pool if there are several."
     cfg = _of_requests(cfg)
     name = at_root(spec).name
     client = ApiClient(cfg, name)
@@ -423,7 +484,7 @@ def _load_configuration(spec, cfg):
     pool_weights(pool)   # an error if all are 0
     return pool
 
-
+# %% ../../nbs/judging/judges.ipynb #3d309b52
 JUDGES = dict(
     function=JudgeKind(
         'my_module:my_judge', 'any function or pool',
@@ -447,7 +508,7 @@ JUDGES = dict(
 
 # %% ../../nbs/judging/judges.ipynb #5b8e1d22
 def _judge_kind(spec):
-    "The kind of judge that a value names; ValueError if it names none."
+    "Find the kind of judge that a value names; ValueError if it names none."
     for kind in JUDGES.values():
         if kind.named(spec): return kind
     hint = ''
@@ -460,7 +521,7 @@ def _judge_kind(spec):
 
 
 def check_annotators(name: str, spec: str):
-    "ValueError when the setting `name` names no judge."
+    "Refuse with a ValueError a setting, `name`, that names no judge."
     try: _judge_kind(spec)
     except ValueError as e: raise ValueError(f'{name} = {e}') from None
 
@@ -471,6 +532,24 @@ def load_annotators(
 ):  # a judge, or a pool
     "Load the judge or pool of a name; ValueError for any other name."
     return _judge_kind(spec).make(spec, cfg)
+
+# %% ../../nbs/judging/judges.ipynb #b04fd6df
+class JudgedConfig(Config):
+    "Settings some of which name annotators."
+    annotator_fields = ('annotators',)  # the settings that do (a class attribute, no setting)
+
+    def check_path(self, name: str, value: str):
+        if value and name in self.annotator_fields and ':' not in value:
+            check_annotators(name, value)
+        else: super().check_path(name, value)
+
+    def files_of(self, name: str, value: str) -> list[str]:
+        if name not in self.annotator_fields: return []
+        files = []
+        for path in judge_files(value):
+            inside = path.is_relative_to(root())
+            files.append(str(path.relative_to(root()) if inside else path))
+        return files
 
 # %% ../../nbs/judging/judges.ipynb #0cdfba01
 def _check_names(setting, names, known):
@@ -550,9 +629,18 @@ def ask_both_orders(
     return [list(map(_average, *both)) for both in zip(first, verdicts)]
 
 # %% ../../nbs/judging/judges.ipynb #6fd448ff
+def _sample_pairs(row: dict, n: int, seed: int) -> list[dict]:
+    "Pair the different samples of a record, at most n pairs, in an order that the seed draws."
+    texts = row['output']
+    def coin(text): return hash_uniform(seed, 'pair', *prompt_key(row), text)
+    different = sorted(set(texts), key=coin)
+    chosen = islice(combinations(different, 2), n)
+    return [candidate_pair(row, texts.index(one), texts.index(other)) for one, other in chosen]
+
+
 def load_pairs(cfg) -> list[dict]:
-    """Read pairs, join the answers of two models, or draw two samples of each record that has any;
-    ValueError where no instruction has two different ones."""
+    """Read pairs, or make them: of two models' answers (`against`), or of a record's samples;
+    ValueError if no record has two different samples."""
     def load(*what): return load_records(*what, n=cfg.max_instances, columns=cfg.columns)
     if against := getattr(cfg, 'against', ''):
         baseline = load(against, 'outputs', 'output')
@@ -560,11 +648,7 @@ def load_pairs(cfg) -> list[dict]:
     rows = load(cfg.outputs, 'candidates', ('pair', 'candidates'))
     if 'output_1' in rows[0]: return rows
     pairs = []
-    for row in rows:
-        texts = row['output']
-        def coin(text): return hash_uniform(cfg.seed, 'pair', *prompt_key(row), text)
-        for both in list(combinations(sorted(set(texts), key=coin), 2))[:getattr(cfg, 'pairs_each', 1)]:
-            pairs.append(candidate_pair(row, *map(texts.index, both)))
+    for row in rows: pairs += _sample_pairs(row, getattr(cfg, 'pairs_each', 1), cfg.seed)
     if pairs: return pairs
     raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers; sample '
                      'with n > 1 at a temperature above 0, or name a second model in against')

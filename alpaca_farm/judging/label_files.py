@@ -19,9 +19,10 @@ from ..core.data.dialogues import full_instruction, naming
 from ..core.data.dialogues import SYSTEM
 from ..core.data.formats import ANNOTATOR_FIELDS, as_records
 from ..core.data.formats import finite_number, notice
-from ..core.ask.judge_configs import is_population
+from .prompts import is_population
 from ..core.data.preferences import ENDED, PAIR_FIELDS, pair_identity, plain_lines
-from ..core.data.preferences import read_preference, report_missing
+from ..core.data.preferences import read_preference
+from .pools import report_missing
 from ..core.data.records import check_record, FILE_SUFFIXES
 from ..core.data.records import read_rows
 from ..core.run.paths import at_root

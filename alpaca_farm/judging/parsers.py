@@ -7,8 +7,9 @@ __all__ = ['PARSERS', 'verdict_text', 'without_echo', 'check_parser']
 
 # %% ../../nbs/judging/parsers.ipynb #617c0542
 import ast, inspect, json, math, re
+from typing import NamedTuple
 
-from ..core.ask.client import answer_text
+from ..core.ask.protocol import answer_text
 from ..core.data.records import unique_fields
 from ..core.data.preferences import is_preference
 
@@ -51,73 +52,91 @@ _TURNS = re.compile(  # words that can turn a reason, or tell that it is another
     r'equal\w*|both|either|others?|actually|instead|first|second|former|latter|one|two|[12])\b|'
     r"\b(?-i:[A-HJ-Z])\b|\([a-z]\)|[?\"\u201c\u201d>`]|(?<!\w)'|'(?!\w)", re.IGNORECASE)
 
-
+# %% ../../nbs/judging/parsers.ipynb #9971e7ec
 def _gives_reason(text, start, end):
     "Tell whether an answer begins with a label, and all that follows is a reason for it."
     label = text[start:end]
-    named = '(?:{})'.format('|'.join(map(re.escape, (label, re.sub(r'[\[\]()*]', '', label)))))
+    bare = re.sub(r'[\[\]()*]', '', label)
+    named = f'(?:{re.escape(label)}|{re.escape(bare)})'
+    before = re.fullmatch(rf'{_PLAIN}[*_(\[]*', text[:start], re.IGNORECASE)
     why = re.match(_WHY.replace('LABEL', named), text[end:], re.IGNORECASE)
-    own = re.sub(rf'(?<!\w){named}(?!\w)', '', text[end:])
-    said_before = re.fullmatch(rf'{_PLAIN}[*_(\[]*', text[:start], re.IGNORECASE)
-    return bool(why and said_before and not _TURNS.search(own))
+    without_label = re.sub(rf'(?<!\w){named}(?!\w)', '', text[end:])
+    return bool(before and why and not _TURNS.search(without_label))
+
+# %% ../../nbs/judging/parsers.ipynb #c1acd6ea
+class _Found(NamedTuple):
+    "A label that an answer names."
+    end: int            # where it ends
+    label: str
+    preference: float   # for which it stands
+
+    @property
+    def start(self): return self.end - len(self.label)
+
+
+def _find_labels(text: str, patterns: dict) -> list[_Found]:
+    "Find the labels of all patterns, by preference, in the order in which they stand."
+    found = []
+    for preference, pattern in patterns.items():
+        for match in re.finditer(pattern.lstrip(' '), text):
+            found.append(_Found(match.end(), match[0].strip(), float(preference)))
+    return sorted(found)
+
+
+def _is_plain(text: str, found: _Found, one_line: bool, cut_off: bool) -> bool:
+    "Tell whether a label stands in a plain sentence, and at the end if the answer was cut off."
+    before = re.split(r'[.!]\s+|\n', text[:found.start])[-1]
+    behind = text[found.end:]
+    if one_line: behind = behind.partition('\n')[0]
+    if cut_off and re.search(r'\w', behind): return False
+    return bool(_BEFORE.fullmatch(before) and _BEHIND.fullmatch(behind))
 
 
 def _regex_parser(answer, size, outputs_to_match):
-    """The preferences of the patterns that match, in a plain sentence each; nan for all otherwise.
-    The one for one pair ends the answer, at the match if it was cut off, or a reason follows it;
-    all others agree."""
+    """Read the preferences of the patterns that match, in a plain sentence each; nan for all
+    otherwise. The answer on one pair may name its label several times, or give a reason."""
     text = '\n' + verdict_text(answer)
-    found = []   # where a label ends, the label, its preference
-    for key, pattern in outputs_to_match.items():
-        for m in re.finditer(pattern.lstrip(' '), text):
-            found.append((m.end(), m[0].strip(), float(key)))
-    if not found: return [math.nan] * size
-    found.sort()
-    *_, preferences = zip(*found)
-    known = len(found) == size
-    if size == 1: known = len(set(preferences)) == 1
     cut_off = answer['choices'][0].get('finish_reason') == 'length'
-    end, label, preference = found[0]
-    reasoned = size == 1 and not cut_off and _gives_reason(text, end - len(label), end)
-    if known and reasoned: return [preference]
-    for end, label, _ in found[-size:]:
-        start = end - len(label)
-        before = re.split(r'[.!]\s+|\n', text[:start])[-1]
-        behind = text[end:]
-        if size > 1: behind = behind.partition('\n')[0]
-        if not (_BEFORE.fullmatch(before) and _BEHIND.fullmatch(behind)): known = False
-        if cut_off and re.search(r'\w', behind): known = False
-    return list(preferences[-size:]) if known else [math.nan] * size
+    found = _find_labels(text, outputs_to_match)
+    preferences = [one.preference for one in found]
+    none = [math.nan] * size
+    if size == 1:
+        if len(set(preferences)) != 1: return none
+        if not cut_off and _gives_reason(text, found[0].start, found[0].end): return preferences[:1]
+    elif len(found) != size: return none
+    for one in found[-size:]:
+        if not _is_plain(text, one, size > 1, cut_off): return none
+    return preferences[-size:]
 
 # %% ../../nbs/judging/parsers.ipynb #a250d944
 _LETTER = r'\b{}\b(?! (?!(?:is|wins|because|since)\b)[a-z])'
 
 
 def _letter_parser(answer, size):
-    "1 for the letter A, 2 for B, where an answer names one of them; as `regex_parser`."
+    "Read 1 for the letter A, 2 for B, where an answer names one of them; as `regex_parser`."
     letters = {1: _LETTER.format('A'), 2: _LETTER.format('B')}
     return _regex_parser(answer, size, letters)
 
 # %% ../../nbs/judging/parsers.ipynb #4824b437
 def _read_ranking(ranking, model_1_name='model_1'):
-    "The rank of the first of two models in a list of `{model, rank}`, which must rank both."
+    "Read the rank of the first of two models in a list of `{model, rank}`, which must rank both."
     ranks = {entry['model']: entry['rank'] for entry in ranking}
-    complete = len(ranking) == 2 and sorted(ranks.values()) == [1, 2]
-    return [float(ranks[model_1_name]) if complete else math.nan]
+    if len(ranking) != 2 or sorted(ranks.values()) != [1, 2]: return [math.nan]
+    return [float(ranks[model_1_name])]
 
 
 def _ranking_parser(answer, size, model_1_name='model_1'):
-    "A ranking written as Python's list."
+    "Read a ranking written as Python's list."
     return _read_ranking(ast.literal_eval(verdict_text(answer)), model_1_name)
 
 
 def _read_object(answer):
-    "The fields of an answer that is one JSON object alone."
+    "Read the fields of an answer that is one JSON object alone."
     return json.loads(verdict_text(answer), object_pairs_hook=unique_fields)
 
 
 def _tool_parser(answer, size, parsers_to_kwargs):
-    "The ranking in a field of a JSON answer."
+    "Read the ranking in a field of a JSON answer."
     where, names = parsers_to_kwargs.values()
     return _read_ranking(_read_object(answer)[where['annotation_key']], **names)
 
@@ -126,7 +145,7 @@ _SCORES = re.compile(r'(\d+\.?\d*)(?:, ?| +)(\d+\.?\d*)')
 
 
 def _scores_parser(answer, size):
-    "The larger of two scores on the first line, which no other line contradicts; a tie when equal."
+    "Read the larger of two scores on the first line, which no other contradicts; equal ones tie."
     lines = verdict_text(answer).split('\n')
     said = [_SCORES.fullmatch(line.strip()) for line in lines]
     scores = {tuple(map(float, line.groups())) for line in said if line}
@@ -137,17 +156,18 @@ def _scores_parser(answer, size):
 
 
 def _json_parser(answer, size, key, values=None):
-    "A field of an answer that is one JSON object alone: a preference, or a key of `values`."
+    "Read a field of an answer that is one JSON object: a preference, or a key of `values`."
     value = _read_object(answer)[key]
     return [float(values[value] if values else str(value))]   # true is no number
 
 # %% ../../nbs/judging/parsers.ipynb #df572195
 def _label_preference(top, first, labels, binarize):
-    "The preference of the likeliest tokens at a place; nan if they are rather something else."
-    if not all(t['logprob'] < 1e-3 for t in top): return math.nan   # not log-probs
+    "Read the preference from the likeliest tokens at a place; nan if they are something else."
     p = dict.fromkeys([*labels, first], 0.)
-    for t in top:
-        if t['token'] in p: p[t['token']] = math.exp(t['logprob'])
+    for entry in top:
+        token = entry['token']
+        if entry['logprob'] >= 1e-3: return math.nan   # not a log-prob
+        if token in p: p[token] = math.exp(entry['logprob'])
     total = sum(p[label] for label in labels)
     if not total or sum(p.values()) < .5: return math.nan
     if not binarize: return 2. - p[first] / total
@@ -156,15 +176,21 @@ def _label_preference(top, first, labels, binarize):
 
 
 def _logprob_parser(
-    answer: dict, size: int,
-    numerator_token: str, denominator_tokens: list[str],   # the first label; all labels
-    is_binarize: bool = True, log_prob_index='batch',      # the place of the label; all places
+    answer: dict,
+    size: int,
+    numerator_token: str,            # the first label
+    denominator_tokens: list[str],   # all labels
+    is_binarize: bool = True,
+    log_prob_index='batch',          # the place of the label; all places
 ) -> list[float]:
     "2 minus the first label's share of the labels' probability; binarized: 1 if it leads, else 2."
     tokens = answer['choices'][0]['logprobs']['content']
     if log_prob_index != 'batch': tokens = [tokens[log_prob_index]]
-    return [_label_preference(t['top_logprobs'], numerator_token, denominator_tokens, is_binarize)
-            for t in tokens]
+    preferences = []
+    for token in tokens:
+        top = token['top_logprobs']
+        preferences.append(_label_preference(top, numerator_token, denominator_tokens, is_binarize))
+    return preferences
 
 # %% ../../nbs/judging/parsers.ipynb #617c054d
 PARSERS = dict(regex_parser=_regex_parser, letter_parser=_letter_parser,
@@ -174,7 +200,7 @@ PARSERS = dict(regex_parser=_regex_parser, letter_parser=_letter_parser,
 
 # %% ../../nbs/judging/parsers.ipynb #617c054a
 def _check_kwargs(name, kwargs):
-    "ValueError, or whatever a file causes, for arguments that a parser cannot read by."
+    "Raise an error for arguments that a parser cannot read by."
     inspect.signature(PARSERS[name]).bind({}, 1, **kwargs)
     labels = (kwargs.get('values') or {}).values()
     if name == 'regex_parser':

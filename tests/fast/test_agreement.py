@@ -11,7 +11,8 @@ import pytest
 import tiny
 from alpaca_farm import world
 from alpaca_farm.core.data.dialogues import dialogue_text
-from alpaca_farm.core.data.preferences import annotator_preferences, hash_uniform, swap_outputs
+from alpaca_farm.judging.pools import annotator_preferences
+from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.boards import agreement as A
 from alpaca_farm.judging import measures as M

@@ -105,14 +105,6 @@ def test_answers_are_kept_in_a_file_of_their_own(server, tmp_path):
     def label(): return PairwiseAutoAnnotator(caching_path=str(file)).annotate_pairs([PAIR])[0]
     first = label()['preference']
     assert file.exists() and label()['preference'] == first and len(server.requests()) == 1
-    PairwiseAutoAnnotator(is_store_missing_annotations=False, is_reapply_parsing=True)
-
-
-def test_the_share_without_a_verdict_is_said_by_annotator(server, capsys):
-    server.set(faults=dict(unparseable='word 1'))
-    pairs = [dict(PAIR, instruction=f'Say word {i}.') for i in range(4)]
-    assert [r['preference'] for r in PairwiseAutoAnnotator().annotate_pairs(pairs)].count(None) == 1
-    assert 'alpaca_eval_gpt4: no verdict on 1 of 4 pairs (25.0%)' in capsys.readouterr().out
 
 
 def test_probabilities_stay_what_they_are(server):

@@ -17,7 +17,7 @@ NBS = tiny.ROOT/'nbs'
 PACKAGE = tiny.ROOT/'alpaca_farm'
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb')
                    if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})   # a template is no notebook yet
-RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
+RUNNABLE = [p for p in NOTEBOOKS if not {'core', 'judging'} & {*p.parts[len(NBS.parts):]}]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
 CORE = ['data.dialogues',
@@ -37,16 +37,17 @@ CORE = ['data.dialogues',
 LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',
         'worlds.embedded.grammar judging.measures boards.length_control judging.label_files',
         'worlds.embedded.authors worlds.embedded.prose boards.corrected boards.text',
-        'worlds.embedded.criteria',
-        'worlds.embedded.crowd',
-        'world judging.judges boards.leaderboards boards.regret',
+        'worlds.embedded.criteria judging.judges',
+        'worlds.embedded.crowd worlds.folder core.online',
+        'world boards.leaderboards boards.regret',
         'annotators boards.agreement labelling',
         'boards.judged auto_annotations boards.examples',
         'eval boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
         'real decide']
 METHOD = len(CORE) + 7
-LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
+LEVEL = ({m if m.startswith('judging') else f'core.{m}': i
+          for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
 
 

@@ -12,6 +12,7 @@ from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.judged import judge_all
 from alpaca_farm.core.data import preferences
 from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.judging import pools
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from judge_server import judge_server
 
@@ -35,7 +36,7 @@ class Pool:
     name = 'pool'
     annotators = (longest, first)
     def __call__(self, pairs):
-        each = [preferences.both_orders(pairs, f) for f in self.annotators]
+        each = [pools.mean_preferences(f, pairs) for f in self.annotators]
         return np.mean(each, axis=0).tolist()
 
 

@@ -365,7 +365,7 @@ def installed(tmp_path_factory):
 def test_the_wheel_works_without_a_checkout(installed, tmp_path):
     code = '''
 from pathlib import Path
-from alpaca_farm.core.ask.judge_configs import judge_config_file
+from alpaca_farm.judging.prompts import judge_config_file
 from alpaca_farm.core.run.paths import at_root, notebook_path, notebooks_folder
 from alpaca_farm.core.run.runs import recipe
 from alpaca_farm.farm import FarmConfig

@@ -14,7 +14,7 @@ from transformers import (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassif
 import tiny
 from alpaca_farm import dpo, sft
 from alpaca_farm.core.answers import sample_answers, SampleConfig
-from alpaca_farm.core.ask.completions import label_tokens
+from alpaca_farm.core.model.writer import label_tokens
 from alpaca_farm.core.data.dialogues import turns_text
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.model.control import set_control_prefix

@@ -11,14 +11,15 @@ from alpaca_farm import world
 from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree, variance
 from alpaca_farm.worlds.embedded import crowd
-from alpaca_farm.worlds.embedded.authors import Author, common_mistake, contested, details, EXPERT
+from alpaca_farm.worlds.embedded.authors import Author, contested, details, EXPERT
 from alpaca_farm.worlds.embedded.authors import sayings
-from alpaca_farm.worlds.embedded.criteria import COLUMNS, marks, QUALITY, utility
-from alpaca_farm.worlds.embedded.grammar import AFTER, KINDS, parse, render, request_of
+from alpaca_farm.worlds.embedded.criteria import marks, QUALITY, utility
+from alpaca_farm.worlds.embedded.grammar import AFTER, KINDS, render, request_of
 from alpaca_farm.worlds.embedded.grammar import sample_request
 from alpaca_farm.worlds.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
 from alpaca_farm.worlds.embedded.prose import describe, talk
-from alpaca_farm.worlds.folder import read_judge, read_world
+from alpaca_farm.judging.judges import read_judge
+from alpaca_farm.worlds.folder import read_world
 
 PHRASE = [phrase for phrases in PHRASES.values() for phrase in phrases]
 EVERY = [dict(kind=name, thing=thing, asker=asker, before=before, question=question, after=after)
@@ -45,7 +46,7 @@ def sample_pairs(n, seed=0):
 
 
 def worth(records): return np.mean(utility(records))
-def agree(a, b, pairs): return two_votes_agree(a.each(pairs), b.each(pairs))
+def agree(a, b, pairs): return two_votes_agree(*(group.both_orders(pairs).mean(1).T for group in (a, b)))
 
 
 # Requests

@@ -14,7 +14,7 @@ import tiny
 from alpaca_farm.annotators import annotate_pairs, run
 from alpaca_farm.judging.judges import api_clients, load_annotators
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.core.data.preferences import draw_annotator
+from alpaca_farm.judging.pools import draw_annotator
 from alpaca_farm.core.data.dialogues import full_instruction
 from alpaca_farm.core.run.files import read_json
 from asking import annotation, key, labels, pairs, prices, summary, weights_of
@@ -129,7 +129,7 @@ def test_a_damaged_store_is_said_and_left(tmp_path, harm):
 
 
 @pytest.mark.parametrize('more, message', [
-    (dict(base_url='http://127.0.0.1:9/v1', silence=1e-9), 'no answer from 127.0.0.1:9'),
+    (dict(base_url='http://127.0.0.1:9/v1'), 'no answer from 127.0.0.1:9'),
     (dict(base_url=''), 'OPENAI_API_KEY'), (dict(annotators='no_module:f'), 'no module')])
 def test_what_cannot_be_asked_is_refused(tmp_path, monkeypatch, more, message):
     monkeypatch.delenv('OPENAI_API_KEY')

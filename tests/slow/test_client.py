@@ -1,5 +1,4 @@
 "The client: what belongs to a key, who waits for whom, what stops it, and what it never shows."
-import asyncio
 import os
 import pty
 import re
@@ -10,7 +9,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import openai   # takes a second or two the first time
 import pytest
@@ -18,9 +16,8 @@ import pytest
 import tiny
 from alpaca_farm.annotators import run
 from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
-from alpaca_farm.core.ask.client import ApiClient, ApiConfig
+from alpaca_farm.core.ask.client import ApiClient, ApiConfig, ask
 from alpaca_farm.core.ask.store import request_key, Store
-from alpaca_farm.core.run import progress
 from asking import annotation, KEY, key, prices, summary
 from judge_server import judge_server
 
@@ -174,55 +171,19 @@ def test_the_forecast_counts_both_orders(tmp_path, server, capsys):
     assert (n, twice) == (5, 10) and both == pytest.approx(2*one, rel=.02)
 
 
-def test_the_time_is_forecast_from_the_first_answers(tmp_path, server, monkeypatch, capsys):
-    "Of an endpoint with a single slot, of which neither settings nor stored answers know."
-    slot, send, shown, clock = asyncio.Lock(), ApiClient.send, [], SimpleNamespace(now=100.)
-    async def send_in_turn(*args):
-        async with slot:
-            clock.now += .5
-            return await send(*args)
-    monkeypatch.setattr(ApiClient, 'send', send_in_turn)
-    monkeypatch.setattr(progress, 'time', SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(progress.Progress, 'show',
-                        lambda _, line, *more: shown.append((clock.now, line)))
-    client_of(tmp_path, server, concurrency=16)(asked(40))
-    assert capsys.readouterr().out == ('asking: 40 requests to judge; price unknown\n'
-                                       'asking: the first request, model = judge\n'
-                                       '  user: Say word 0.\n')
-    at, line = next(s for s in shown if ' left' in s[1])
-    assert int(line.split()[1][:-3]) < 20
-    assert float(re.search(r'(\d+) s left', line)[1]) == pytest.approx(clock.now - at, rel=.2)
-
-
-def test_nothing_readable_stops_early(tmp_path, server):
-    "Not after all pairs are paid for, and not once the server is mended; one is enough to go on."
-    server.set(template='I like the {letter} one.')
-    cfg = annotation(tmp_path, server, n=100, concurrency=4)
-    for times in (1, 2):
-        with pytest.raises(ValueError, match='none of 20 answers.*I like the'): run(cfg)
-        assert 20*times <= len(server.requests()) < 30*times
-    server.set(template='Output ({letter})')
-    run(cfg)
-    assert summary(cfg)['labels'] == summary(cfg)['asked'] == 100
-    client = client_of(tmp_path, server)
-    client(asked(1))
-    assert None not in client(asked(30), readable=lambda i, answer: i == 0)
-
-
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_waits_for_what_is_under_way_and_nothing_is_paid_twice(tmp_path, number):
-    with judge_server(hold=1) as server:
+    with judge_server(hold=0) as server:
         code = code_of(tmp_path, server, 40, 16)
         with start(code) as one:
-            wait_for(server, 1 + 16)   # the first goes alone
+            wait_for(server, 16)
             one.send_signal(number)
             wait_for_line(one, 'waiting for 16 answers under way')
             server.set(hold=40)
         assert one.returncode == -number
-        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 17
+        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 16
         with start(code) as two: said = two.communicate()[0]
-        assert said.split()[-2:] == ['23', '17'] and server.counts()['ok'] == 40
-        assert 'were under way' not in said
+        assert said.split()[-2:] == ['24', '16'] and server.counts()['ok'] == 40
 
 
 def test_a_closed_terminal_and_a_signal_that_comes_twice_pay_nothing_twice(tmp_path):
@@ -232,35 +193,13 @@ def test_a_closed_terminal_and_a_signal_that_comes_twice_pay_nothing_twice(tmp_p
         if not pid:
             os.execve(sys.executable, [sys.executable, '-c', code_of(tmp_path, server, 40, 16)],
                       HERE)
-        wait_for(server, 1 + 16)
+        wait_for(server, 16)
         os.close(terminal)
         for _ in range(3):
             time.sleep(.2)
             os.kill(pid, signal.SIGHUP)
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGHUP
-        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 17
-
-
-def test_a_second_signal_ends_at_once_and_what_was_under_way_is_told(tmp_path):
-    "As after a kill: with its number, before it is asked again."
-    with judge_server() as server:
-        code = code_of(tmp_path, server, 20, 8)
-        for kill in (False, True):
-            server.set(faults={'timeout': 1.} if kill else {'timeout': 'Say word 1?[1-9]'})
-            with start(code) as one:
-                before = len(server.requests())
-                wait_for(server, before + (1 if kill else 9))
-                if kill: one.kill()
-                else:
-                    one.send_signal(signal.SIGINT)
-                    wait_for_line(one, 'waiting for 8')
-                    one.send_signal(signal.SIGINT)
-                said = one.communicate()[0]   # without waiting for its time-out
-            if kill: assert '8 requests were under way when an earlier start was ended' in said
-        server.set(faults={})
-        with start(code) as two: said = two.communicate()[0]
-        assert re.search(r'(\d+) requests were under way when', said)[1] == '8'
-        with start(code) as three: assert 'were under way' not in three.communicate()[0]
+        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 16
 
 
 def test_signals_are_those_of_before_after_a_call_and_in_a_thread(tmp_path, server):
@@ -269,7 +208,7 @@ def test_signals_are_those_of_before_after_a_call_and_in_a_thread(tmp_path, serv
     def send(number, received):
         wait_for(server, received)
         os.kill(os.getpid(), number)
-        while not client.ending.is_set(): time.sleep(.02)
+        while not client.ending: time.sleep(.02)
         server.set(hold=1000)
     for number in (signal.SIGTERM, signal.SIGINT):
         before = signal.signal(number, seen_here)
@@ -286,11 +225,11 @@ def test_signals_are_those_of_before_after_a_call_and_in_a_thread(tmp_path, serv
 
 def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
     from jupyter_client.manager import start_new_kernel
-    with judge_server(hold=1) as server:
+    with judge_server(hold=0) as server:
         kernel, client = start_new_kernel(env=HERE, startup_timeout=tiny.LONG)
         try:
             client.execute(code_of(tmp_path, server, 40, 16))
-            wait_for(server, 1 + 16)
+            wait_for(server, 16)
             kernel.interrupt_kernel()
             said, error = '', ''
             while not error:
@@ -301,7 +240,7 @@ def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
             client.stop_channels()
             kernel.shutdown_kernel(now=True)
         assert error == 'KeyboardInterrupt'
-        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 17
+        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 16
 
 
 @pytest.mark.parametrize('usage', [[1, 2], 'none'] + [
@@ -319,14 +258,6 @@ def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
     assert client.store.dollars_paid(client.run_name) == pytest.approx(most)
 
 
-@pytest.mark.parametrize('fault', ['nested', 'badutf8'])
-def test_a_good_answer_in_bad_json_is_used_and_paid_for_once(tmp_path, server, fault):
-    server.set(faults={fault: 'Say word 1\\.'})
-    first = client_of(tmp_path, server)(asked(3))
-    assert None not in texts(first) and client_of(tmp_path, server)(asked(3)) == first
-    assert len(server.requests()) == 3
-
-
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path, number):
     "A run that this one needs, in a process of its own, which may outlive this one for that."
@@ -334,124 +265,17 @@ def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path, number):
 import sys; from alpaca_farm.core.run.runs import build
 build('annotators', **eval(sys.argv[1]))
 """
-    with judge_server(hold=1) as server:
+    with judge_server(hold=0) as server:
         cfg = annotation(tmp_path, server, n=9, concurrency=8)
         names = 'out outputs annotators label_flip base_url store models concurrency'.split()
         given = repr({name: getattr(cfg, name) for name in names})
         with start(code, given) as one:
-            wait_for(server, 1 + 8)
+            wait_for(server, 8)
             one.send_signal(number)
             time.sleep(1)   # until that process has it, of which nothing is seen
             server.set(hold=9)
-        while len(Store(cfg.store)) < 9: time.sleep(.1)
-        assert len(server.requests()) == 9
-
-
-def test_what_fails_behind_an_answer_keeps_the_others(tmp_path, server):
-    "Here the parser: what was under way is stored, and the error names what went wrong."
-    server.set(latency=.3)
-    client = client_of(tmp_path, server, concurrency=8)
-    def readable(i, answer): return 1/0 if i == 3 else False
-    with pytest.raises(ValueError, match='division by zero'): client(asked(20), readable=readable)
-    assert len(client.store) == len(server.requests())
-
-
-def test_a_dripping_endpoint_meets_the_time_limit(tmp_path, server):
-    server.set(faults={'drip': 'Say word 1\\.'})
-    client = client_of(tmp_path, server, timeout=4., tries=2)
-    assert client(asked(3))[1] is None
-    assert 'timed out' in client.tally.open and server.counts()['drip'] == 2
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    "Seconds that pass only when nothing is under way and all wait; then `then` is called."
-    clock, ends = SimpleNamespace(now=0., then=lambda: None), []
-    def tick():
-        clock.now += 1e-6
-        return clock.now
-    async def wait(client, seconds):
-        ends.append(end := clock.now + seconds)
-        while clock.now < end:
-            await asyncio.sleep(.001)
-            if not client.sent and end == min(ends):
-                clock.now = end
-                clock.then()
-        ends.remove(end)
-    monkeypatch.setattr('alpaca_farm.core.ask.client.monotonic', tick)
-    monkeypatch.setattr('alpaca_farm.core.ask.client._LONGEST_WAIT', 8.)
-    monkeypatch.setattr(ApiClient, 'wait', wait)
-    return clock
-
-
-@pytest.mark.parametrize('concurrency', [1, 2, 64])
-@pytest.mark.parametrize('fault', ['503', '500', '429', 'reset', 'badjson'])
-def test_an_outage_of_a_minute_costs_no_label(tmp_path, server, clock, capsys, fault, concurrency):
-    "At the start or later; nothing is paid twice, and the endpoint is not asked in vain too often."
-    client = client_of(tmp_path, server, concurrency=concurrency, tries=10)
-    def answered(n, seed):
-        began = clock.now
-        server.set(faults={fault: 1.})
-        def then():
-            if clock.now > began + 60: server.set(faults={})
-        clock.then = then
-        return client(asked(n, seed=seed))
-    assert None not in answered(100, 1)
-    assert None not in answered(100, 2)
-    counts = server.counts()
-    assert counts['ok'] == 200
-    assert counts[fault] < 2*(64 + 40) or fault == '429'   # whose Retry-After is short
-    assert capsys.readouterr().out.count('one request at a time until it does, for 10 min') == 2
-
-
-@pytest.mark.parametrize('concurrency', [1, 8])
-def test_what_alone_cannot_be_answered_is_left_behind(tmp_path, server, clock, concurrency):
-    "The first and one in the middle; the others are answered."
-    server.set(faults={'500': 'Say word 2?0\\.'})
-    client = client_of(tmp_path, server, concurrency=concurrency)
-    bad = [i for i, a in enumerate(client(asked(40))) if a is None]
-    assert bad == [0, 20] and '2 requests failed' in client.tally.open
-
-
-@pytest.mark.parametrize('fault', ['timeout', 'reset', '503', 'badjson'])
-def test_a_dead_endpoint_is_asked_now_and_then(tmp_path, clock, capsys, fault):
-    "However many requests there are, until the time is over; also one that dies later."
-    with judge_server(faults={fault: 1.}) as server:
-        given = dict(timeout=1. if fault == 'timeout' else 30., silence=30.)
-        with pytest.raises(ValueError, match='no answer from .* in 30 s .*Run again when'):
-            client_of(tmp_path, server, **given)(asked(60))
-        assert 30 < clock.now < 40 and sum(server.counts().values()) < 12   # one after the other
-        said = capsys.readouterr().out
-        assert 'does not answer' in said and 'one request at a time' in said
-        if fault == 'timeout': return   # of a second, which a busy machine may take to answer
-        server.set(faults={})
-        client = client_of(tmp_path, server, **given)
-        client(asked(5))
-        server.set(faults={fault: 1.})
-        before = sum(server.counts().values())
-        with pytest.raises(ValueError, match='5 answers were stored'): client(asked(500))
-        assert sum(server.counts().values()) - before <= 64 + 12
-
-
-def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, server, capsys):
-    server.set(faults={'empty': 'Say word [12]\\.'})
-    def drop(said):
-        command = re.search(r'drop them first: python -c "(.*)"', said)[1]
-        assert start(command).wait() == 0
-    client = client_of(tmp_path, server)
-    for _ in range(2):
-        assert texts(client_of(tmp_path, server)(asked(4))).count(None) == 2
-        said = capsys.readouterr().out
-        assert '2 answers are empty (finish_reason content_filter)' in said
-    server.set(faults={})
-    drop(said)
-    assert len(client.store) == 2 and None not in texts(client(asked(4)))
-    for text in ('{"choi', 'null', '{}', '{"choices": []}'):
-        client.store.run('update answers set answer = ? where key = ?',
-                         text, client.keys(asked(1))[0])
-        with pytest.raises(ValueError, match='1 stored answers are damaged') as e: client(asked(4))
-        drop(str(e.value))
-        assert None not in client(asked(4))
+        while len(Store(cfg.store)) < 8: time.sleep(.1)
+        assert len(server.requests()) == 8
 
 
 def test_a_full_disk_and_too_many_files_name_the_remedy(tmp_path, server):
@@ -472,3 +296,95 @@ def test_a_full_disk_and_too_many_files_name_the_remedy(tmp_path, server):
         with pytest.raises(OSError, match=r'c\.sqlite: too many open files'):
             Store(tmp_path/'c.sqlite')
     finally: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_nothing_readable_stops_early(tmp_path, server):
+    "Not after all pairs are paid for, and not once the server is mended."
+    server.set(template='I like the {letter} one.')
+    cfg = annotation(tmp_path, server, n=100, concurrency=4)
+    for times in (1, 2):
+        with pytest.raises(ValueError, match='none of 20 answers.*I like the'): run(cfg)
+        assert 20*times <= len(server.requests()) < 30*times
+    server.set(template='Output ({letter})')
+    run(cfg)
+    assert summary(cfg)['labels'] == summary(cfg)['asked'] == 100
+
+
+def test_one_readable_answer_is_enough_to_go_on(tmp_path, server):
+    client = client_of(tmp_path, server)
+    said, answers = ask(client, asked(30), lambda i, answer: i or None)
+    assert said == [None, *range(1, 30)] and [] not in answers
+
+
+def test_an_error_of_who_reads_keeps_what_is_paid_for(tmp_path, server):
+    "What was under way is stored, and the error names what went wrong."
+    server.set(latency=.3)
+    client = client_of(tmp_path, server, concurrency=8)
+    with pytest.raises(ValueError, match='division by zero'):
+        ask(client, asked(20), lambda i, answer: 1/0 if i == 3 else 'yes')
+    assert len(client.store) == len(server.requests())
+
+
+def test_a_minute_is_waited_for_by_default():
+    "The package's shortest waits between as many tries, which halve and are at most 8 seconds."
+    waits = [min(openai._base_client.INITIAL_RETRY_DELAY * 2**k, 8.) * .75
+             for k in range(ApiConfig().tries - 1)]
+    assert 60 < sum(waits) < 75
+
+
+@pytest.mark.parametrize('fault', ['503', '429', 'reset', 'truncated'])
+def test_an_outage_costs_no_label(tmp_path, server, fault):
+    "As long as the package's tries; nothing is paid twice."
+    server.set(faults={fault: dict(p=1., times=5)})
+    assert None not in client_of(tmp_path, server, tries=8)(asked(50))
+    assert server.counts()['ok'] == 50
+
+
+def test_a_request_that_always_fails_is_left_behind(tmp_path, server):
+    server.set(faults={'500': 'Say word 2?0\\.', 'badjson': 'Say word 7\\.'})
+    client = client_of(tmp_path, server, concurrency=1)
+    missing = [i for i, answer in enumerate(client(asked(40))) if answer is None]
+    assert missing == [0, 7, 20] and '3 requests failed' in client.tally.open
+
+
+@pytest.mark.parametrize('fault', ['timeout', 'reset', '503', 'badjson'])
+def test_a_dead_endpoint_ends_the_run_and_the_next_start_goes_on(tmp_path, server, fault):
+    client = client_of(tmp_path, server)
+    client(asked(5))
+    server.set(faults={fault: 1.})
+    with pytest.raises(ValueError, match='no answer from .*Run again when'):
+        client_of(tmp_path, server, timeout=1., tries=2, concurrency=8)(asked(500))
+    assert len(server.requests()) <= 5 + 2*(8 + 3)
+    server.set(faults={})
+    again = client_of(tmp_path, server)
+    assert None not in again(asked(9)) and (again.tally.known, again.tally.asked) == (5, 4)
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path, server):
+    server.set(faults={'timeout': 1.})
+    with start(code_of(tmp_path, server, 20, 8)) as one:
+        wait_for(server, 8)
+        one.send_signal(signal.SIGINT)
+        wait_for_line(one, 'waiting for 8')
+        one.send_signal(signal.SIGINT)
+        one.communicate()   # without waiting for its time-out
+
+
+def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, server, capsys):
+    server.set(faults={'empty': 'Say word [12]\\.'})
+    def drop(said):
+        command = re.search(r'drop them first: python -c "(.*)"', said)[1]
+        assert start(command).wait() == 0
+    client = client_of(tmp_path, server)
+    for _ in range(2):
+        assert texts(client_of(tmp_path, server)(asked(4))).count(None) == 2
+        said = capsys.readouterr().out
+        assert '2 answers are empty (finish_reason content_filter)' in said
+    server.set(faults={})
+    drop(said)
+    assert len(client.store) == 2 and None not in texts(client(asked(4)))
+    client.store.run('update answers set answer = ? where key = ?',
+                     '{"choi', client.keys(asked(1))[0])
+    with pytest.raises(ValueError, match='1 stored answers are damaged') as e: client(asked(4))
+    drop(str(e.value))
+    assert None not in client(asked(4))

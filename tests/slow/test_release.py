@@ -15,7 +15,8 @@ from alpaca_farm.worlds.embedded.grammar import parse
 from alpaca_farm.worlds.embedded.lexicon import PHRASES
 from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.worlds.folder import read_world
-from alpaca_farm.judging.measures import preference_probabilities, sample_votes
+from alpaca_farm.judging.measures import sample_votes
+from alpaca_farm.judging.pools import both_orders
 
 
 @pytest.fixture(scope='module')
@@ -93,7 +94,7 @@ def test_agreement_is_that_of_alpaca_farm(made):
                                   output_2=other))
 
     def votes(group, seed):
-        return sample_votes(preference_probabilities(group, pairs), pairs, 4, seed)
+        return sample_votes(both_orders(group, pairs) - 1, pairs, 4, seed)
     crowd = votes(made.crowd, 0)
     assert agreement(crowd) == pytest.approx(.68, abs=.03)
     pool = votes(world.sample_pool(1), 10**6)

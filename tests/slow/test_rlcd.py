@@ -12,8 +12,8 @@ from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
 from alpaca_farm.core.ask.client import ApiConfig
 from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.ask.completions import label_tokens, LocalWriter, prompt_tokens
-from alpaca_farm.core.ask.completions import ServedWriter, _shown_label, Written
+from alpaca_farm.core.model.writer import LocalWriter
+from alpaca_farm.core.model.writer import ServedWriter, _shown_label, Written
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
@@ -42,10 +42,8 @@ def test_shown_labels():
         tokens = [dict(token=t.replace('_', ' '), logprob=math.log(p)) for t, p in top.items()]
         logprobs = dict(content=[dict(top_logprobs=tokens)])
         return _shown_label(dict(choices=[dict(logprobs=logprobs)]), 'AB')
-    assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25)
-    assert shown(B=.1) == 1
-    assert math.isnan(shown(Bad=.9))
-    assert math.isnan(_shown_label(dict(choices=[{}]), 'AB'))
+    assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25) and shown(B=.1) == 1
+    assert shown(Bad=.9) is None and _shown_label(dict(choices=[{}]), 'AB') is None
 
 
 def made(base, out, **more):

@@ -106,12 +106,7 @@ class Store:
             for seconds, text in self.run(statement, key):
                 try: found[key] = dict(seconds=seconds) | json.loads(text)
                 except (ValueError, TypeError): damaged.append(key)
-        self.refuse(damaged)
-        return found
-
-    def refuse(self, damaged: list[bytes]):
-        "Raise ValueError with the command that deletes damaged answers, if there are any."
-        if not damaged: return
+        if not damaged: return found
         raise ValueError(f'{self.path}: {len(damaged)} stored answers are damaged; '
                          f'{self.how_to_drop(damaged)}')
 
@@ -127,18 +122,6 @@ class Store:
             for table in ('answers', 'requests'):
                 self.run(f'delete from {table} where key between ? and ?', key, key + b'\xff'*32)
 
-    def note_sent(self, key: bytes, request: dict):
-        "Record a request that is about to be sent."
-        self.run('insert or ignore into requests values (?, ?)', key, json_text(request))
-
-    def forget(self, key: bytes):
-        "Take out a request that has failed."
-        self.run('delete from requests where key = ?', key)
-
-    def was_sent(self, key: bytes) -> bool:
-        "Tell whether a request was sent and did not fail."
-        return bool(self.run('select 1 from requests where key = ?', key))
-
     def put(self,
         key: bytes,
         request: dict,
@@ -150,7 +133,7 @@ class Store:
         "Store an answer and its request permanently, unless there is one."
         with self.db:   # undone by an error
             self.run('begin immediate')
-            self.note_sent(key, request)
+            self.run('insert or ignore into requests values (?, ?)', key, json_text(request))
             self.run('insert or ignore into answers values (?, ?, ?, ?)',
                      key, json_text(answer), seconds, time.time())
             if dollars:

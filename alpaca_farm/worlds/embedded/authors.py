@@ -17,11 +17,14 @@ from .lexicon import PHRASES, WANTED
 # %% ../../../nbs/worlds/embedded/authors.ipynb #f8db9e59
 @lru_cache
 def common_mistake(kind: str, thing: str) -> str:
-    "Say what careless authors do: the answer about the next thing for which it is another."
+    """Return the wrong answer about a thing that careless authors give: what is right about the
+    next thing in the list of which something else is right."""
     right = KINDS[kind].right
     things = list(right)
     following = things[things.index(thing) + 1:] + things
-    return next(right[x][0] for x in following if right[x][0] not in right[thing])
+    for other in following:
+        answer = right[other][0]
+        if answer not in right[thing]: return answer
 
 # %% ../../../nbs/worlds/embedded/authors.ipynb #d8adc6c1
 _CONTESTABLE = (*FACTS, 'owner', 'place')
@@ -93,8 +96,10 @@ class Author:
         return mistake if wrong else rng.choice(right)
 
     def rate(self, asker: str, behaviour: str) -> float:
-        "Return how often an author who minds nobody does something for an asker."
-        return _RATE + (self.habit if asker in HABIT[behaviour] else -self.habit)
+        """Return the chance that an author who does not mind what is wanted shows a behaviour:
+        higher for an asker for whom it is a habit, lower for others."""
+        if asker in HABIT[behaviour]: return _RATE + self.habit
+        return _RATE - self.habit
 
     def does(
         self,

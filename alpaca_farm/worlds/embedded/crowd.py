@@ -16,7 +16,8 @@ from pydantic import ConfigDict, create_model, Field, ValidationError
 
 from ...core.run.files import read_json, write_json
 from ...core.run.settings import Scale, Share
-from ...core.data.preferences import hash_uniform, Pool
+from ...core.data.preferences import hash_uniform
+from ...judging.pools import mean_preferences, Pool
 from ...core.stats import sigmoid
 from .authors import contested
 from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY
@@ -69,13 +70,20 @@ class Population(Pool):
     "Annotators of one world, who read each pair once for all of them."
     label_flip = FLIPS   # share of their labels that a run flips if it is not told otherwise
 
-    def each(self, pairs: list[dict]) -> np.ndarray:
-        "Each annotator's expected preference, over both orders: (pairs, annotators)."
+    def both_orders(self, pairs: list[dict]) -> np.ndarray:
+        "Give each annotator's preferences in both orders, as the pair is: (annotators, 2, pairs)."
         marks = mark_difference(pairs)
         specs = [request_of(p) for p in pairs]
-        z = np.array([a.advantage(marks, specs) for a in self.annotators]).T
-        b, tau = np.array([(a.position_bias, a.temperature) for a in self.annotators]).T
-        return 1 + (sigmoid((z - b)/tau, 30) + sigmoid((z + b)/tau, 30))/2
+        preferences = []
+        for a in self.annotators:
+            advantage = a.advantage(marks, specs)
+            odds = np.array([advantage - a.position_bias, advantage + a.position_bias])
+            preferences.append(1 + sigmoid(odds / a.temperature, 30))
+        return np.array(preferences)
+
+    def __call__(self, pairs: list[dict]) -> list[float]:
+        "Average the preferences of all annotators over both orders."
+        return mean_preferences(self, pairs).tolist()
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #d41a0e4a
 _CROWD = 32    # members
