@@ -307,9 +307,10 @@ def collect_votes(
 
 def first_preferred(records: list[dict]):
     "Estimate how often the first answer is preferred, without ties; None without a label."
-    p = np.array([r['preference'] for r in records])
-    decided = p[p != 1.5]
-    return wilson(int((decided < 1.5).sum()), len(decided)) if len(decided) else None
+    labels = [r['preference'] for r in records]
+    decided = [label for label in labels if label != 1.5]
+    first = sum(label < 1.5 for label in decided)
+    return wilson(first, len(decided)) if decided else None
 
 
 def _two_scores(record):

@@ -13,9 +13,10 @@ import re
 from contextlib import contextmanager
 
 # %% ../../../nbs/core/data/dialogues.ipynb #f72a3bd0
-_ROLES = dict(user='user', human='user', prompter='user', assistant='assistant', gpt='assistant',
-              chatgpt='assistant', model='assistant', system='system', developer='system',
-              tool='tool', function='tool', observation='tool')
+_ROLES = dict.fromkeys(['user', 'human', 'prompter'], 'user')
+_ROLES |= dict.fromkeys(['assistant', 'gpt', 'chatgpt', 'model'], 'assistant')
+_ROLES |= dict.fromkeys(['system', 'developer'], 'system')
+_ROLES |= dict.fromkeys(['tool', 'function', 'observation'], 'tool')
 
 
 NOT_SHOWN = ('tools', 'functions', 'images', 'image', 'videos', 'video', 'audios', 'audio',

@@ -22,9 +22,12 @@ from .preferences import ENDED, hash_uniform, is_preference, read_preference
 from ..run.paths import root
 
 # %% ../../../nbs/core/data/formats.ipynb #4c74fe3f
-FIELDS = dict(instruction={}, output=dict(output=str),
-              candidates=dict(output=list), pair=dict(output_1=str, output_2=str),
-              preference=dict(output_1=str, output_2=str, preference=float))
+FIELDS = dict(
+    instruction={},
+    output=dict(output=str),
+    candidates=dict(output=list),
+    pair=dict(output_1=str, output_2=str),
+    preference=dict(output_1=str, output_2=str, preference=float))
 ANNOTATOR_FIELDS = 'annotator_index', 'annotator_id', 'judge', 'worker', 'completed_by', 'annotator'
 _TEXTS = 'instruction', 'messages', 'output', 'output_1', 'output_2'
 OWN_FIELDS = {   # that are read wherever they stand, besides those of known formats
@@ -506,11 +509,16 @@ def _one_prompt(row):
 # %% ../../../nbs/core/data/formats.ipynb #604cb525
 _SIGN = {'-3': 1., '-2': 1., '-1': 1., '0': 1.5, '1': 2., '2': 2., '3': 2.}
 _OF_FORMATS = dict(   # columns that are read in a known format, or where the user names them
-    preference_strength=_SIGN, overall_preference=_SIGN,
-    better_response_id={'0': 1., '1': 2.}, labels={'1': 1., '0': 2.})
+    preference_strength=_SIGN,
+    overall_preference=_SIGN,
+    better_response_id={'0': 1., '1': 2.},
+    labels={'1': 1., '0': 2.})
 _TELLING = dict(   # columns that are read wherever they stand
-    first_second_tie={'0': 1., '1': 2., '2': 1.5}, tie_first_second={'0': 1.5, '1': 1., '2': 2.},
-    winner={}, winner_model_a={'0': None, '1': 1.}, winner_model_b={'0': None, '1': 2.},
+    first_second_tie={'0': 1., '1': 2., '2': 1.5},
+    tie_first_second={'0': 1.5, '1': 1., '2': 2.},
+    winner={},
+    winner_model_a={'0': None, '1': 1.},
+    winner_model_b={'0': None, '1': 2.},
     winner_tie={'0': None, '1': 1.5})
 CODES = _OF_FORMATS | _TELLING   # by column of labels: the preference that each value stands for
 
