@@ -81,8 +81,8 @@ def _rate_outputs(
         for k in (1, 2):
             answer = answer_of(r, k)
             good = abs(r['preference'] - 3 + k)
-            rated.append(prompt_fields(r) | dict(output=answer['output'], ended=answer['ended'],
-                                                 good=good))
+            text = answer['output']
+            rated.append(dict(prompt_fields(r), output=text, ended=answer['ended'], good=good))
     return [r for r in rated if r['good'] != .5]
 
 # %% ../nbs/binary_feedback.ipynb #e6538103
@@ -214,7 +214,7 @@ def train(cfg: BinaryFeedbackConfig):
 
     def under(names, prompts):   # prompts behind the tokens of these names, if there are any
         if not tokens: return prompts
-        ids = tokens[names] if isinstance(names, str) else [tokens[name] for name in names]
+        ids = [tokens[name] for name in names]
         return prepend_tokens(prompts, ids, tokenizer, cfg.token_times)
 
     # the examples, each with its token and its weight
@@ -224,22 +224,27 @@ def train(cfg: BinaryFeedbackConfig):
     indices, names, weights = zip(*examples)
     prompts = under(names, [prompts[i] for i in indices])
     responses = [responses[i] for i in indices]
-    order = batches(example_lengths(prompts, [responses]), cfg.batch_size, cfg.epochs, cfg.seed)
+    lengths = example_lengths(prompts, [responses])
+    order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
     # the held-out answers, which are read under each token
     measured, asked, (answers,) = encode(held_out, *how)
     measured = [held_out[i] for i in measured]
     good = np.array([r['good'] for r in measured])
     questions = [prompt_key(r) for r in measured]
-    def read(name): return response_logprobs(policy, under(name, asked), answers).double().numpy()
+    def read(name):
+        read_as = under([name] * len(asked), asked)
+        return response_logprobs(policy, read_as, answers).double().numpy()
+
     def loss(batch): return dict(loss=-logprobs(policy, batch))
 
     trainer = Trainer(run, len(order), dict(policy=policy))
-    before = 0. if tokens else read(GOOD)
+    at_first = 0. if tokens else read(GOOD)
     for step in trainer.steps():
         batch = token_batch(prompts, responses, order[step - 1], tokenizer.pad_token_id, weights)
         figures = trainer.update(batch, loss)
         if step in (1, trainer.total) or step % cfg.eval_every == 0:
-            effect = read(GOOD) - (read(BAD) if tokens else before)
+            baseline = read(BAD) if tokens else at_first
+            effect = read(GOOD) - baseline
             figures |= _effect_figures(effect, good, questions)
         trainer.keep(policy)
         trainer.log(**figures)

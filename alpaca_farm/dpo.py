@@ -38,7 +38,7 @@ class Loss:
     settings: tuple = ()      # those that it reads besides beta
     mean: bool = False        # of the log-probs of tokens, without a reference, is the margin
 
-
+# %% ../nbs/dpo.ipynb #2486b9cb
 def _sigmoid(h, beta, label_smoothing=0.):
     as_labelled = -F.logsigmoid(beta * h)
     flipped = -F.logsigmoid(-beta * h)
@@ -67,7 +67,7 @@ LOSSES = {
                    ('label_smoothing',)),
 }
 
-
+# %% ../nbs/dpo.ipynb #a90415cf
 def dpo_loss(
     policy_chosen,               # (B,) summed log-probs of the preferred answers, policy
     policy_rejected,             # (B,) of the others

@@ -102,7 +102,7 @@ ADVANTAGES = {
     'dr_grpo': Advantage('all answers to the prompt (Liu et al., 2025)', _above_mean),
 }
 
-
+# %% ../nbs/ppo.ipynb #b7b1a537
 def group_advantages(
     totals,     # (B,) sum of each answer's rewards; answers to one prompt are adjacent
     size: int,  # answers to each prompt, G
@@ -201,7 +201,7 @@ def evaluate(
         return torch.stack([logp, found], -1)
     return in_micro_batches(both, policy, batch).unbind(-1)
 
-
+# %% ../nbs/ppo.ipynb #d30d976c
 def _value_figures(old_values, returns, response) -> dict:
     "Means, and the share of the returns' variance that the values explain."
     figures = dict(value=masked_mean(old_values, response), returns=masked_mean(returns, response))
@@ -210,7 +210,7 @@ def _value_figures(old_values, returns, response) -> dict:
         figures['explained_variance'] = 1 - missed / masked_var(returns, response)
     return figures
 
-
+# %% ../nbs/ppo.ipynb #cc625657
 @torch.no_grad()
 def experience(
     policy: Policy,

@@ -118,9 +118,11 @@ def _candidate_tokens(
 ) -> list[list[int]]:
     "Give a query's candidates as token ids: the policy's own as sampled, then the encoded texts."
     sampled = query.get('tokens', [])
-    texts = query['output'][len(sampled):]
-    ended = query['ended'][len(sampled):]
-    return sampled + encode_responses(texts, tokenizer, ended, template, [query] * len(texts))
+    n = len(sampled)
+    texts = query['output'][n:]
+    ended = query['ended'][n:]
+    records = [query] * len(texts)
+    return sampled + encode_responses(texts, tokenizer, ended, template, records)
 
 # %% ../nbs/rrhf.ipynb #38ab9bbf
 def _limit_candidates(
@@ -157,12 +159,13 @@ def _load_queries(run, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
     found = _read_queries(cfg)
     settle(run, tokenizer, found)
     prompts = encode_prompts(found, tokenizer, cfg.template)
-    fit = within_limit(list(map(len, prompts)), cfg.max_prompt, 'prompts', 'max_prompt')
+    lengths = [len(prompt) for prompt in prompts]
+    fit = within_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     queries = []
     for i in fit:
         query = _limit_candidates(found[i], prompts[i], tokenizer, cfg)
-        if cfg.n: useful = len(prompts[i]) + cfg.max_new_tokens <= cfg.max_length
-        else: useful = len(query['output']) > 1
+        useful = len(query['output']) > 1
+        if cfg.n: useful = lengths[i] + cfg.max_new_tokens <= cfg.max_length
         if useful: queries.append((query, prompts[i]))
     need = 'space for max_new_tokens' if cfg.n else 'two different candidates'
     need += f' within max_length = {cfg.max_length} tokens, prompt included'
@@ -240,10 +243,12 @@ def _pool_ratios(policy, reference, pool, prompts, cfg) -> torch.Tensor:
     "Compute log pi - log pi_ref of all candidates of a pool, in nats."
     rows = []
     for query, prompt in zip(pool, prompts):
-        answers = _candidate_tokens(query, policy.tokenizer, cfg.template)
-        rows += [(prompt, answer) for answer in answers]
-    read = *zip(*rows), cfg.temperature or 1.
-    return response_logprobs(policy, *read) - response_logprobs(reference, *read)
+        for answer in _candidate_tokens(query, policy.tokenizer, cfg.template):
+            rows.append((prompt, answer))
+    rows = list(zip(*rows))
+    temperature = cfg.temperature or 1.
+    logps = response_logprobs(policy, *rows, temperature)
+    return logps - response_logprobs(reference, *rows, temperature)
 
 
 def _candidate_pool(
@@ -350,9 +355,9 @@ def _answer_figures(run, reward_of=None) -> dict[str, float]:
     if not cfg.eval_split: return {}
     outputs = read_json(run.path('outputs.json'))
     figures = {}
-    if cfg.reward_model:
-        reward_of = reward_of or reward(cfg.reward_model, cfg, cfg.template)
-        figures['reward'] = mean(reward_of(outputs))
+    if cfg.reward_model and not reward_of:
+        reward_of = reward(cfg.reward_model, cfg, cfg.template)
+    if reward_of: figures['reward'] = mean(reward_of(outputs))
     if cfg.perplexity_model:
         judge = load_policy(cfg.perplexity_model, cfg)
         each = perplexities(judge, [r['output'] for r in outputs])
@@ -437,8 +442,9 @@ def train(cfg: RRHFConfig):
     answered = answer_eval_split(policy, run, load_reference(policy, cfg))
     last_pool = _pool_name((len(order) - 1) // every * every)
     last = read_json(run.path(last_pool))
-    run.finish(queries=len(queries), left_out=left_out, **_count_labels(run), **answered,
-               **_last_figures(run, last), **_answer_figures(run, reward_of))
+    figures = _count_labels(run) | answered | _last_figures(run, last)
+    figures |= _answer_figures(run, reward_of)
+    run.finish(queries=len(queries), left_out=left_out, **figures)
     return run
 
 # %% ../nbs/rrhf.ipynb #170bce10

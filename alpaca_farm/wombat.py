@@ -34,6 +34,14 @@ class WombatConfig(ApiConfig):
     inputs = dict(candidates=('candidates', 'preferences', 'outputs'))
 
 # %% ../nbs/wombat.ipynb #fc822694
+def _rating_order(query: dict, seed: int) -> list[int]:
+    "Draw the order in which a query's candidates are shown."
+    texts = query['output']
+    key = prompt_key(query)
+    def coin(i): return hash_uniform(seed, 'rating', *key, texts[i])
+    return sorted(range(len(texts)), key=coin)
+
+# %% ../nbs/wombat.ipynb #1629e1fa
 _RATING = '''Below are a request and {k} answers to it. \
 Rate every answer with whole numbers from 1 (worst)
 to 5 (best) for relevance, correctness, coherence, safety, in this order. \
@@ -47,12 +55,6 @@ and nothing else.
 {answers}'''
 
 
-def _rating_order(query: dict, seed: int) -> list[int]:
-    "Draw the order in which a query's candidates are shown."
-    def coin(i): return hash_uniform(seed, 'rating', *prompt_key(query), query['output'][i])
-    return sorted(range(len(query['output'])), key=coin)
-
-
 def _rating_request(
     query: dict,
     cfg: WombatConfig,
@@ -62,11 +64,13 @@ def _rating_request(
     order = _rating_order(query, cfg.seed)
     answers = []
     for k, i in enumerate(order, 1):
-        answers.append(f'## Answer {k}\n' + break_control_tokens(query['output'][i]))
-    text = _RATING.format(k=len(order), request=break_control_tokens(full_instruction(query)),
-                          answers='\n\n'.join(answers))
-    return dict(model=cfg.rater, messages=[dict(role='user', content=text)],
-                temperature=temperature, max_tokens=40 * len(order))
+        answer = break_control_tokens(query['output'][i])
+        answers.append(f'## Answer {k}\n{answer}')
+    request = break_control_tokens(full_instruction(query))
+    text = _RATING.format(k=len(order), request=request, answers='\n\n'.join(answers))
+    message = dict(role='user', content=text)
+    return dict(model=cfg.rater, messages=[message], temperature=temperature,
+                max_tokens=40 * len(order))
 
 # %% ../nbs/wombat.ipynb #d3814b03
 _LINE = re.compile(r'\W*(?:answer\W+)?(\d+)\W*:\W*([1-5])' + 3 * '[ ,;|]+([1-5])' + r'\W*', re.I)
@@ -126,7 +130,8 @@ def run(cfg: WombatConfig):
     if run_folder.done: return run_folder
     client = ApiClient(cfg, cfg.rater) if cfg.rater else None
     queries = []
-    for query in merge_candidates(cfg.candidates, columns=cfg.columns)[:cfg.max_instances or None]:
+    merged = merge_candidates(cfg.candidates, columns=cfg.columns)
+    for query in merged[:cfg.max_instances or None]:
         query = select_candidates(query, first_places(query['output']))
         if len(query['output']) > 1: queries.append(query)
     if not queries: raise ValueError('candidates: no prompt has two different ones')
@@ -135,9 +140,13 @@ def run(cfg: WombatConfig):
     unrated = len(queries) - len(rated)
     report_missing(cfg.rater, unrated, len(queries), 'prompts')
     run_folder.write('candidates.json', rated)
-    figures = dict(queries=len(rated), unrated=unrated, labels=len(rated) if client else 0)
+    labels = len(rated) if client else 0
+    figures = dict(queries=len(rated), unrated=unrated, labels=labels)
     figures['candidates'] = mean([len(q['output']) for q in rated])
-    ties = [len({*q['scores']}) < len(q['scores']) for q in rated if None not in q['scores']]
+    ties = []
+    for query in rated:
+        scores = query['scores']
+        if None not in scores: ties.append(len({*scores}) < len(scores))
     if ties: figures['ties'] = mean(ties)
     run_folder.finish(**figures)
     return run_folder
