@@ -12,25 +12,20 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.ask.client import ApiConfig
-from .judging.prompts import is_population
-from .judging.pools import annotator_name, decide_vote, draw_annotator
-from .core.data.preferences import hash_uniform, pair_identity
-from .judging.pools import pool_members
-from .judging.pools import report_missing
-from .core.data.preferences import shown_swapped
-
-from .core.data.dialogues import full_instruction
-from .core.data.shown import request_text
-from .core.run.runs import start
-from .core.run.settings import command, Count, Named, Positive, resolve
-from .core.stats import Interval, wilson, win_rate_interval
+from .ask.client import ApiConfig
+from .data.dialogues import full_instruction
+from .data.pairs import hash_uniform, pair_identity, shown_swapped
+from .data.shown import request_text
 from .judging.judges import api_clients, ask_both_orders, ask_shown, check_all_answered
-from .judging.judges import check_known_names, load_annotators, load_pairs
-from .judging.judges import RecordedLabels, usage_totals
-from .judging.judges import JudgedConfig
+from .judging.judges import check_known_names, JudgedConfig, load_annotators
+from .judging.judges import load_pairs, RecordedLabels, usage_totals
 from .judging.measures import flip_labels, flip_mask
-from .judging.pools import mean_preferences
+from .judging.pools import annotator_name, decide_vote, draw_annotator
+from .judging.pools import mean_preferences, pool_members, report_missing
+from .judging.prompts import is_population
+from .judging.stats import Interval, wilson, win_rate_interval
+from .run.runs import start
+from .run.settings import command, Count, Named, Positive, resolve
 from .worlds.folder import read_world
 
 # %% ../nbs/annotators.ipynb #0cdfba01

@@ -12,15 +12,14 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
-from .core.ask.client import ApiConfig
-from .core.data.preferences import hash_uniform, head2head_pairs, output_texts
-from .core.data.records import load_rows, read_rows
-from .core.data.dialogues import full_instruction, with_instruction
-from .core.run.paths import at_root
-from .core.data.dialogues import prompt_key
 from .annotators import annotate_pairs, to_alpaca_eval
-from .judging.judges import load_annotators
+from .ask.client import ApiConfig
 from .boards.leaderboards import leaderboard_row
+from .data.dialogues import full_instruction, prompt_key, with_instruction
+from .data.pairs import hash_uniform, head2head_pairs, output_texts
+from .data.records import load_rows, read_rows
+from .judging.judges import load_annotators
+from .run.paths import at_root
 
 # %% ../nbs/auto_annotations.ipynb #2936617a
 def _records_of(data) -> list[dict]:

@@ -11,26 +11,22 @@ from itertools import islice
 
 import numpy as np
 
-from .core.answers import answer_figures, fitting_prompts
-from .core.training import in_chunks
-from .core.preflight import preflight
-from .core.answers import prompt_fields, sample_answers, SampleConfig
-from .core.preflight import settle
-from .core.ask.client import ApiConfig
-from .core.model.writer import ServedWriter
-from .core.data.dialogues import as_messages, full_instruction, prompt_key
-from .core.data.dialogues import without_lead
-from .core.data.records import load_records, without_lists
-from .core.data.text import alpaca_prompt
-from .core.model.models import load_policy
-from .core.model.rewards import label_count, reward, RewardConfig
-from .core.run.paths import at_root
-from .core.run.runs import run_config
-from .core.data.records import each_answer
-from .core.run.runs import start
-from .core.run.settings import command, Count, Named, Positive
-from .core.stats import kl_best_of_n, kl_best_of_n_estimate
+from .ask.client import ApiConfig
+from .data.dialogues import as_messages, full_instruction, prompt_key, without_lead
+from .data.records import each_answer, load_records, without_lists
+from .data.text import alpaca_prompt
 from .judging.judges import usage_totals
+from .judging.stats import kl_best_of_n, kl_best_of_n_estimate
+from .model.logprobs import load_policy
+from .model.rewards import label_count, reward, RewardConfig
+from .model.writer import ServedWriter
+from .run.paths import at_root
+from .run.runs import run_config, start
+from .run.settings import command, Count, Named, Positive
+from .train.answers import answer_figures, fitting_prompts, prompt_fields
+from .train.answers import sample_answers, SampleConfig
+from .train.preflight import preflight, settle
+from .train.trainer import in_chunks
 
 # %% ../nbs/best_of_n.ipynb #77569200
 @dataclass

@@ -14,27 +14,26 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import answer_eval_split, AnswerConfig, answering
-from .core.labelled import answer_labels
-from .core.answers import load_split, prompt_fields, sample_answers
-from .core.preflight import preflight, settle
+from .data.dialogues import prompt_key
+from .data.pairs import answer_of
+from .data.records import load_records
+from .data.text import encode
 from .judging.judges import JudgedConfig
-from .core.data.dialogues import prompt_key
-from .core.data.preferences import answer_of
 from .judging.pools import verdicts_over
-from .core.data.records import load_records
-from .core.data.text import encode
-from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.model.models import load_policy, load_reference, logprobs, response_logprobs
-from .core.model.models import save_model
-from .core.model.policy import Policy
-from .core.labelled import hold_out
-from .core.run.processes import once
-from .core.run.runs import read_log, start
-from .core.run.settings import Amount, by_size, command, Count, Named, Positive
-from .core.run.settings import Schedule, TrainConfig
-from .core.stats import standard_error, win_rate
-from .core.training import batches, example_lengths, token_batch, Trainer
+from .judging.stats import standard_error, win_rate
+from .model.control import add_tokens, prepend_tokens, set_control_prefix
+from .model.logprobs import load_policy, load_reference, logprobs, response_logprobs
+from .model.logprobs import save_model
+from .model.policy import Policy
+from .run.processes import once
+from .run.runs import read_log, start
+from .run.settings import Amount, by_size, command, Count, Named, Positive, Schedule
+from .run.settings import TrainConfig
+from .train.answers import answer_eval_split, AnswerConfig, answering, load_split
+from .train.answers import prompt_fields, sample_answers
+from .train.labelled import answer_labels, hold_out
+from .train.preflight import preflight, settle
+from .train.trainer import batches, example_lengths, token_batch, Trainer
 
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
 @dataclass

@@ -12,22 +12,20 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Len
 import numpy as np
 
-from .core.answers import PromptConfig
-from .core.preflight import settle
-from .core.ask.client import ApiConfig
+from .ask.client import ApiConfig
+from .data.dialogues import prompt_key
+from .data.records import load_records
+from .data.text import check_limit, encode_prompts
+from .judging.judges import api_clients, check_known_names, judge_request, JudgedConfig
+from .judging.judges import load_annotators
 from .judging.pools import pool_members, preferences_over
-from .core.data.dialogues import prompt_key
-from .core.data.records import load_records
-from .core.data.text import check_limit, encode_prompts
-from .core.model.loading import load_tokenizer, model_config
-from .core.run.files import read_yaml
-from .core.run.paths import at_root
-from .core.run.runs import methods as farm_methods, start
-from .core.run.settings import by_size, command, Count, HardwareConfig, Named, Scale
-from .core.run.settings import Share
-from .judging.judges import api_clients, check_known_names, load_annotators
-from .judging.judges import JudgedConfig
-from .judging.judges import judge_request
+from .model.loading import load_tokenizer, model_config
+from .run.files import read_yaml
+from .run.paths import at_root
+from .run.runs import methods as farm_methods, start
+from .run.settings import by_size, command, Count, HardwareConfig, Named, Scale, Share
+from .train.answers import PromptConfig
+from .train.preflight import settle
 from .worlds.folder import check_sizes, read_world, write_world
 
 # %% ../nbs/bring_your_own.ipynb #2866642b

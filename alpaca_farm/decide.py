@@ -13,27 +13,27 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from .annotators import annotate_pairs
+from .ask.client import ApiConfig
 from .boards.corrected import judge_agreement
 from .boards.farm_board import farm_board, LABELLED_BY, WORDS
 from .boards.judged import answers_to, read_answers
 from .boards.leaderboards import ANSWER_COLUMNS
 from .boards.regret import halving_plan, still_in, weigh_votes
 from .boards.text import TEXT_COLUMNS
-from .core.ask.client import ApiConfig
-from .judging.judges import JudgedConfig
-from .core.data.dialogues import prompt_key
-from .judging.pools import mean_preferences
-from .core.data.preferences import match_prompts, output_texts
-from .core.data.records import each_answer
-from .core.model.rewards import reward
-from .core.run.jobs import Job, run_or_fail
-from .core.run.runs import run_config, start, write_csv
-from .core.run.settings import command, Count, Positive
-from .core.stats import bootstrap, FEWEST_LABELS, Interval, tilted_weights, wilson
+from .data.dialogues import prompt_key
+from .data.pairs import match_prompts, output_texts
+from .data.records import each_answer
 from .farm import farm_jobs, farm_world, FarmConfig, population, RUNS
-from .judging.judges import load_annotators, read_recorded, RecordedLabels
+from .judging.judges import JudgedConfig, load_annotators, read_recorded
+from .judging.judges import RecordedLabels
 from .judging.label_files import label_file
+from .judging.pools import mean_preferences
+from .judging.stats import bootstrap, FEWEST_LABELS, Interval, tilted_weights, wilson
+from .model.rewards import reward
 from .overoptimization import foretell, standard_reward
+from .run.jobs import Job, run_or_fail
+from .run.runs import run_config, start, write_csv
+from .run.settings import command, Count, Positive
 from .worlds.folder import World
 
 # %% ../nbs/decide.ipynb #dec1de06

@@ -14,18 +14,17 @@ from annotated_types import Ge, Interval
 import torch
 import torch.nn.functional as F
 
-from .core.answers import answer_eval_split, AnswerConfig
-from .core.stats import mean
-from .core.preflight import preflight, settle
-from .core.model.models import load_policy, load_reference
-from .core.model.models import save_model, sequence_logprobs
-from .core.labelled import hold_out, LabelledAnswers, read_labels
-from .core.model.policy import Policy
-from .core.run.processes import gather_all
-from .core.run.runs import read_log, start
-from .core.run.settings import Amount, by_size, command, Count, Named, Positive, Scale
-from .core.run.settings import Schedule, Share, TrainConfig
-from .core.training import Trainer
+from .judging.stats import mean
+from .model.logprobs import load_policy, load_reference, save_model, sequence_logprobs
+from .model.policy import Policy
+from .run.processes import gather_all
+from .run.runs import read_log, start
+from .run.settings import Amount, by_size, command, Count, Named, Positive, Scale
+from .run.settings import Schedule, Share, TrainConfig
+from .train.answers import answer_eval_split, AnswerConfig
+from .train.labelled import hold_out, LabelledAnswers, read_labels
+from .train.preflight import preflight, settle
+from .train.trainer import Trainer
 
 
 # %% ../nbs/dpo.ipynb #fcebf7ee

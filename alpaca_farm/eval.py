@@ -12,18 +12,17 @@ from typing import Annotated
 
 from annotated_types import Len
 
-from .boards.corrected import explain_win_rate, explain_differences, match_labels
+from .ask.client import ApiConfig
+from .boards.corrected import explain_differences, explain_win_rate, match_labels
 from .boards.judged import answers_to, judge_all, read_answers, short_names
 from .boards.leaderboards import alpaca_eval_rows, check_column_names, leaderboard
 from .boards.leaderboards import leaderboard_figure, rank_agreement
-from .core.ask.client import ApiConfig
-from .core.data.preferences import common_prompts, index_prompts, output_texts
-from .core.run.progress import Progress
-from .core.run.runs import start, write_csv, write_figure
-from .core.run.settings import command, Count
-from .judging.judges import api_clients, check_known_names, load_annotators
-from .judging.judges import usage_totals
-from .judging.judges import JudgedConfig
+from .data.pairs import common_prompts, index_prompts, output_texts
+from .judging.judges import api_clients, check_known_names, JudgedConfig
+from .judging.judges import load_annotators, usage_totals
+from .run.progress import Progress
+from .run.runs import start, write_csv, write_figure
+from .run.settings import command, Count
 
 # %% ../nbs/eval.ipynb #9138e77a
 WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold')]

@@ -12,21 +12,20 @@ from typing import Annotated
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import answer_eval_split, AnswerConfig, load_split
-from .core.preflight import preflight
-from .core.answers import sample_answers, SampleConfig
-from .core.preflight import settle
-from .core.data.records import each_answer, find_file, load_records, read_rows
-from .core.run.files import write_json
-from .core.run.paths import at_root
-from .core.run.jobs import add_times, Job, run_or_fail
-from .core.model.models import load_policy, save_model
-from .core.model.loading import load_tokenizer
-from .core.model.rewards import label_count, reward, RewardConfig
-from .core.run.progress import tell
-from .core.run.runs import start
-from .core.run.settings import Amount, by_size, command, Count, HardwareConfig, Named
-from .core.run.settings import Positive, Scale, TrainConfig
+from .data.records import each_answer, find_file, load_records, read_rows
+from .model.loading import load_tokenizer
+from .model.logprobs import load_policy, save_model
+from .model.rewards import label_count, reward, RewardConfig
+from .run.files import write_json
+from .run.jobs import add_times, Job, run_or_fail
+from .run.paths import at_root
+from .run.progress import tell
+from .run.runs import start
+from .run.settings import Amount, by_size, command, Count, HardwareConfig, Named
+from .run.settings import Positive, Scale, TrainConfig
+from .train.answers import answer_eval_split, AnswerConfig, load_split, sample_answers
+from .train.answers import SampleConfig
+from .train.preflight import preflight, settle
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass

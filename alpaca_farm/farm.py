@@ -11,23 +11,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .ask.client import ApiConfig
 from .boards.farm_board import farm_board, LABELLED_BY, ON_CROWD, parts_table
 from .boards.farm_board import write_boards
 from .boards.judged import short_names
 from .boards.simulation import paired_tables, write_simulation
-from .core.ask.client import ApiConfig
-from .judging.judges import JudgedConfig
-from .core.run.paths import notebooks_folder
-from .core.run.files import read_yaml
-from .core.run.runs import run_config
-from .core.run.runs import recipes
-from .core.run.jobs import Job, run_jobs, study_job
-from .core.run.runs import check_run_folder, read_summary, start, write_csv
-from .core.run.paths import at_root
-from .core.run.settings import command, Count, Positive, refuse_unknown
-from .judging.judges import load_annotators
+from .judging.judges import JudgedConfig, load_annotators, utility_judge
+from .run.files import read_yaml
+from .run.jobs import Job, run_jobs, study_job
+from .run.paths import at_root, notebooks_folder
+from .run.runs import check_run_folder, read_summary, recipes, run_config, start
+from .run.runs import write_csv
+from .run.settings import command, Count, Positive, refuse_unknown
 from .worlds.folder import check_sizes, read_world, ROLES, World
-from .judging.judges import utility_judge
 
 # %% ../nbs/farm.ipynb #4dbe3763
 @dataclass

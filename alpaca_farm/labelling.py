@@ -12,15 +12,15 @@ from typing import Literal
 
 import numpy as np
 
-from .core.run.paths import at_root
-from .core.run.runs import ensure_inputs, start
-from .core.data.dialogues import prompt_key, prompt_text
-from .core.run.files import digest
-from .core.data.preferences import hash_uniform, is_preference, pair_identity
-from .core.run.settings import command, Config, Count, Named, Share
-from .core.stats import FEWEST_LABELS, wilson
-from .core.ask.store import request_key, Store
+from .ask.store import request_key, Store
+from .data.dialogues import prompt_key, prompt_text
+from .data.pairs import hash_uniform, is_preference, pair_identity
 from .judging.judges import load_pairs
+from .judging.stats import FEWEST_LABELS, wilson
+from .run.files import digest
+from .run.paths import at_root
+from .run.runs import ensure_inputs, start
+from .run.settings import command, Config, Count, Named, Share
 
 # %% ../nbs/labelling.ipynb #ab425f7a
 @dataclass

@@ -20,28 +20,25 @@ from typing import Annotated
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import PromptConfig
-from .core.labelled import answer_labels
-from .core.preflight import settle
-from .core.data.dialogues import as_messages, full_instruction, prompt_key
-from .core.data.formats import FIELDS, parse_columns
-from .core.data.preferences import pair_identity
-from .core.data.records import find_file, load_rows
-from .core.data.dialogues import EMPTY_CELLS, NOT_SHOWN, prompt_messages
-from .core.data.formats import as_records, CODES, finite_number, OWN_FIELDS
-from .core.data.formats import read_coded_label
-from .core.data.preferences import plain_lines
-from .core.data.records import read_records
-from .core.data.shown import learned_texts
-from .core.data.text import check_limit, encode_prompts, encode_responses
-from .core.model.loading import load_tokenizer
-from .core.run.paths import at_root
-from .core.run.runs import start, write_figure
-from .core.run.settings import by_size, command, Count
-from .core.stats import wilson
+from .data.dialogues import as_messages, EMPTY_CELLS, full_instruction, NOT_SHOWN
+from .data.dialogues import prompt_key, prompt_messages
+from .data.formats import as_records, CODES, FIELDS, finite_number, OWN_FIELDS
+from .data.formats import parse_columns, read_coded_label
+from .data.pairs import pair_identity, plain_lines
+from .data.records import find_file, load_rows, read_records
+from .data.shown import learned_texts
+from .data.text import check_limit, encode_prompts, encode_responses
 from .judging.judges import break_control_tokens
 from .judging.label_files import is_true, name_voter
 from .judging.measures import pair_traits, people_measures, people_votes
+from .judging.stats import wilson
+from .model.loading import load_tokenizer
+from .run.paths import at_root
+from .run.runs import start, write_figure
+from .run.settings import by_size, command, Count
+from .train.answers import PromptConfig
+from .train.labelled import answer_labels
+from .train.preflight import settle
 
 # %% ../nbs/look_at_data.ipynb #100ka007
 @dataclass

@@ -17,23 +17,22 @@ from annotated_types import Ge
 import numpy as np
 
 from .annotators import flip_share
-from .core.answers import log_ratios, sample, SampleConfig
-from .judging.judges import JudgedConfig
+from .data.pairs import check_preferences
+from .data.records import each_answer, load_records
+from .data.text import decode, encode_prompts
+from .judging.judges import JudgedConfig, load_annotators
 from .judging.pools import answer_preferences
-from .core.data.preferences import check_preferences
-from .core.data.records import each_answer, load_records
-from .core.data.text import decode, encode_prompts
-from .core.functional import has_spread
-from .core.model.models import load_policy
-from .core.model.policy import Policy
-from .core.model.rewards import reward
-from .core.run.progress import Progress
-from .core.run.runs import methods, run_config, run_of, start, write_csv
-from .core.run.paths import at_root
-from .core.run.settings import command, Positive
-from .core.stats import best_of_n_value, best_of_n_weights, bootstrap, kl_best_of_n
-from .core.stats import kl_best_of_n_estimate, tilted_weights
-from .judging.judges import load_annotators
+from .judging.stats import best_of_n_value, best_of_n_weights, bootstrap, kl_best_of_n
+from .judging.stats import kl_best_of_n_estimate, tilted_weights
+from .model.functional import has_spread
+from .model.logprobs import load_policy
+from .model.policy import Policy
+from .model.rewards import reward
+from .run.paths import at_root
+from .run.progress import Progress
+from .run.runs import methods, run_config, run_of, start, write_csv
+from .run.settings import command, Positive
+from .train.answers import log_ratios, sample, SampleConfig
 from .worlds.folder import read_world, World
 
 # %% ../nbs/overoptimization.ipynb #97b31d40

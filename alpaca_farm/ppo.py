@@ -17,24 +17,23 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import load_split
-from .core.stats import mean_figures
-from .core.preflight import preflight, settle
-from .core.functional import gae, has_spread, kl_estimate, KL_KINDS, masked_mean
-from .core.functional import masked_var, masked_whiten
-from .core.model.models import answer_states, load_policy, load_reference, load_scalar
-from .core.model.loading import load_tokenizer
-from .core.model.models import logprobs, scalar_on, values, zero_head
-from .core.online import CheckpointSelector, finish_run, in_micro_batches, load_prompts
-from .core.online import OnlineConfig, prompt_indices, rollout_scores, sample_rollout
-from .core.run.processes import rank
-from .core.model.policy import Policy
-from .core.model.rewards import reward
-from .core.run.runs import start
-from .core.run.settings import Amount, by_size, command, Positive, Scale, Schedule
-from .core.run.settings import Share
-from .core.training import Trainer
-from .core.training import step_seed
+from .judging.stats import mean_figures
+from .model.functional import gae, has_spread, kl_estimate, KL_KINDS, masked_mean
+from .model.functional import masked_var, masked_whiten
+from .model.loading import load_tokenizer
+from .model.logprobs import answer_states, load_policy, load_reference, load_scalar
+from .model.logprobs import logprobs, scalar_on, values, zero_head
+from .model.policy import Policy
+from .model.rewards import reward
+from .run.processes import rank
+from .run.runs import start
+from .run.settings import Amount, by_size, command, Positive, Scale, Schedule, Share
+from .train.answers import load_split
+from .train.online import CheckpointSelector, finish_run, in_micro_batches
+from .train.online import load_prompts, OnlineConfig, prompt_indices, rollout_scores
+from .train.online import sample_rollout
+from .train.preflight import preflight, settle
+from .train.trainer import step_seed, Trainer
 
 # %% ../nbs/ppo.ipynb #5e5c2420
 def ppo_policy_loss(

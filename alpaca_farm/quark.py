@@ -17,21 +17,22 @@ from fastcore.basics import patch
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import load_split
-from .core.stats import mean_figures
-from .core.preflight import preflight, settle
-from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.functional import widen
-from .core.model.models import answer_states, load_policy, load_reference, logits_of
-from .core.online import CheckpointSelector, finish_run, in_micro_batches, load_prompts
-from .core.online import OnlineConfig, prompt_indices, rollout_scores, sample_rollout
-from .core.model.policy import Policy
-from .core.model.rewards import reward
-from .core.run.runs import start
-from .core.run.settings import Amount, by_size, command, Count, Positive, Schedule
-from .core.training import step_seed, token_batch, Trainer
 from .annotators import annotate_pairs
 from .judging.judges import load_annotators
+from .judging.stats import mean_figures
+from .model.control import add_tokens, prepend_tokens, set_control_prefix
+from .model.functional import widen
+from .model.logprobs import answer_states, load_policy, load_reference, logits_of
+from .model.policy import Policy
+from .model.rewards import reward
+from .run.runs import start
+from .run.settings import Amount, by_size, command, Count, Positive, Schedule
+from .train.answers import load_split
+from .train.online import CheckpointSelector, finish_run, in_micro_batches
+from .train.online import load_prompts, OnlineConfig, prompt_indices, rollout_scores
+from .train.online import sample_rollout
+from .train.preflight import preflight, settle
+from .train.trainer import step_seed, token_batch, Trainer
 
 # %% ../nbs/quark.ipynb #14bf2990
 @dataclass

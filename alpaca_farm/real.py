@@ -17,18 +17,18 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.answers import fitting_prompts, sample_answers, SampleConfig
-from .core.training import in_chunks
-from .core.data.preferences import output_texts
+from .data.pairs import output_texts
+from .data.records import load_records
 from .judging.pools import Pool
-from .core.data.records import load_records
-from .core.functional import has_spread
-from .core.model.models import load_policy
-from .core.run.files import read_json, read_yaml
-from .core.run.paths import at_root, module_of, notebooks_folder
-from .core.run.runs import start
-from .core.run.settings import command, Positive, Share
-from .core.stats import sigmoid
+from .judging.stats import sigmoid
+from .model.functional import has_spread
+from .model.logprobs import load_policy
+from .run.files import read_json, read_yaml
+from .run.paths import at_root, module_of, notebooks_folder
+from .run.runs import start
+from .run.settings import command, Positive, Share
+from .train.answers import fitting_prompts, sample_answers, SampleConfig
+from .train.trainer import in_chunks
 from .worlds.folder import check_sizes, write_world
 
 # %% ../nbs/real.ipynb #28832836

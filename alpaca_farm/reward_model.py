@@ -16,22 +16,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .core.data.preferences import answer_of
-from .core.data.records import load_records
-from .core.data.dialogues import full_instruction
-from .core.functional import has_spread
-from .core.model.models import load_scalar, save_model, sequence_scores
-from .core.model.loading import load_tokenizer
-from .core.model.policy import Policy
-from .core.model.rewards import score_records
-from .core.preflight import settle
-from .core.run.runs import start
-from .core.run.settings import Amount, Arguments, by_size, command, Count, Named
-from .core.run.settings import Positive, Schedule, Template, TrainConfig
-from .core.stats import wilson
-from .core.data.text import check_positions, encode
-from .core.labelled import hold_out
-from .core.training import answer_batch, batches, example_lengths, Trainer
+from .data.dialogues import full_instruction
+from .data.pairs import answer_of
+from .data.records import load_records
+from .data.text import check_positions, encode
+from .judging.stats import wilson
+from .model.functional import has_spread
+from .model.loading import load_tokenizer
+from .model.logprobs import load_scalar, save_model, sequence_scores
+from .model.policy import Policy
+from .model.rewards import score_records
+from .run.runs import start
+from .run.settings import Amount, Arguments, by_size, command, Count, Named, Positive
+from .run.settings import Schedule, Template, TrainConfig
+from .train.labelled import hold_out
+from .train.preflight import settle
+from .train.trainer import answer_batch, batches, example_lengths, Trainer
 
 # %% ../nbs/reward_model.ipynb #a04d06b0
 @dataclass

@@ -18,20 +18,20 @@ from pydantic import (BaseModel, Field, field_validator, NonNegativeInt, Validat
 from typing_extensions import TypedDict
 
 from .annotators import annotate_pairs
-from .core.answers import SampleConfig
-from .core.ask.client import ApiConfig
-from .core.model.writer import LocalWriter, ServedWriter
-from .core.data.dialogues import as_messages, bare_prompt, dialogue_text
-from .core.data.dialogues import prompt_messages, TAGS, with_space
-from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs
-from .core.data.records import load_records
-from .core.model.models import load_policy
-from .core.run.files import atomic_write, read_json, read_yaml
-from .core.run.paths import at_root, notebooks_folder, root
-from .core.run.runs import start
-from .core.run.settings import command, Count, Named, Positive, Scale
-from .core.stats import mean
-from .core.training import in_chunks
+from .ask.client import ApiConfig
+from .data.dialogues import as_messages, bare_prompt, dialogue_text, prompt_messages
+from .data.dialogues import TAGS, with_space
+from .data.pairs import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs
+from .data.records import load_records
+from .judging.stats import mean
+from .model.logprobs import load_policy
+from .model.writer import LocalWriter, ServedWriter
+from .run.files import atomic_write, read_json, read_yaml
+from .run.paths import at_root, notebooks_folder, root
+from .run.runs import start
+from .run.settings import command, Count, Named, Positive, Scale
+from .train.answers import SampleConfig
+from .train.trainer import in_chunks
 
 # %% ../nbs/rlcd.ipynb #93c12fa3
 _Text = Annotated[str, Field(min_length=1)]

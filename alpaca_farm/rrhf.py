@@ -14,29 +14,25 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, end_turns
-from .core.stats import mean
-from .core.preflight import preflight
-from .core.answers import sample, SampleConfig
-from .core.preflight import settle
-from .core.data.records import each_answer, LISTS, load_records, merge_candidates
-from .core.data.records import select_candidates, without_lists
-from .core.data.text import collate, decode, encode_prompts, encode_responses
-from .core.data.text import within_limit
-from .core.data.records import first_places
-from .core.model.beams import beam_search
-from .core.model.loading import load_tokenizer
-from .core.model.models import load_policy, load_reference, response_logprobs
-from .core.model.models import save_model, sequence_logprobs
-from .core.model.policy import Policy
-from .core.model.rewards import label_count, reward, RewardConfig
-from .core.run.files import read_json
-from .core.run.processes import once
-from .core.run.runs import read_log, start
-from .core.run.settings import Amount, as_list, by_size, command, Count, Named
-from .core.run.settings import Positive, Schedule, TrainConfig
-from .core.training import batches, Trainer
-from .core.training import step_seed
+from .data.records import each_answer, first_places, LISTS, load_records
+from .data.records import merge_candidates, select_candidates, without_lists
+from .data.text import collate, decode, encode_prompts, encode_responses, within_limit
+from .judging.stats import mean
+from .model.beams import beam_search
+from .model.loading import load_tokenizer
+from .model.logprobs import load_policy, load_reference, response_logprobs, save_model
+from .model.logprobs import sequence_logprobs
+from .model.policy import Policy
+from .model.rewards import label_count, reward, RewardConfig
+from .run.files import read_json
+from .run.processes import once
+from .run.runs import read_log, start
+from .run.settings import Amount, as_list, by_size, command, Count, Named, Positive
+from .run.settings import Schedule, TrainConfig
+from .train.answers import answer_eval_split, AnswerConfig, end_turns, sample
+from .train.answers import SampleConfig
+from .train.preflight import preflight, settle
+from .train.trainer import batches, step_seed, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass

@@ -12,18 +12,16 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, load_split
-from .core.preflight import preflight
-from .core.preflight import settle
-from .core.data.dialogues import prompt_key, prompt_messages
-from .core.data.formats import notice
-from .core.model.models import load_policy, logprobs, save_model
-from .core.model.policy import Policy
-from .core.run.runs import read_log, start
-from .core.run.settings import Amount, by_size, command, Count, Named, Positive
-from .core.run.settings import TrainConfig
-from .core.data.text import encode
-from .core.training import batches, example_lengths, token_batch, Trainer
+from .data.dialogues import prompt_key, prompt_messages
+from .data.formats import notice
+from .data.text import encode
+from .model.logprobs import load_policy, logprobs, save_model
+from .model.policy import Policy
+from .run.runs import read_log, start
+from .run.settings import Amount, by_size, command, Count, Named, Positive, TrainConfig
+from .train.answers import answer_eval_split, AnswerConfig, load_split
+from .train.preflight import preflight, settle
+from .train.trainer import batches, example_lengths, token_batch, Trainer
 
 # %% ../nbs/sft.ipynb #b757aa20
 @dataclass

@@ -9,17 +9,16 @@ __all__ = ['WombatConfig', 'rate', 'run']
 import re
 from dataclasses import dataclass, field
 
-from .core.ask.client import ApiClient, ApiConfig
-from .core.data.records import first_places, merge_candidates, select_candidates
-from .core.ask.client import ask
-from .core.data.dialogues import full_instruction, prompt_key
-from .core.data.preferences import hash_uniform
-from .judging.pools import report_missing
-from .core.run.runs import start
-from .core.run.settings import command, Count
-from .core.stats import mean
+from .ask.client import ApiClient, ApiConfig, ask
+from .data.dialogues import full_instruction, prompt_key
+from .data.pairs import hash_uniform
+from .data.records import first_places, merge_candidates, select_candidates
 from .judging.judges import break_control_tokens
 from .judging.parsers import verdict_text
+from .judging.pools import report_missing
+from .judging.stats import mean
+from .run.runs import start
+from .run.settings import command, Count
 
 # %% ../nbs/wombat.ipynb #dc190ae3
 @dataclass

@@ -14,23 +14,22 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 import numpy as np
 
-from .core.run.paths import module_of
-from .core.run.runs import start
-from .core.run.settings import Amount, Betas, command, Count, Positive, Share
-from .core.run.settings import TrainConfig
-from .core.stats import sigmoid
 from .judging.measures import sample_votes
 from .judging.pools import both_orders
-from .worlds.folder import SPLITS, write_world
+from .judging.stats import sigmoid
+from .run.paths import module_of
+from .run.runs import start
+from .run.settings import Amount, Betas, command, Count, Positive, Share, TrainConfig
 from .worlds.embedded.authors import Author, EXPERT
 from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
-from .worlds.embedded.crowd import crowd, held_out_crowd, judge, length_biased
-from .worlds.embedded.crowd import Population, pool, read_population, sample_crowd
+from .worlds.embedded.crowd import crowd, held_out_crowd, judge, length_biased, pool
+from .worlds.embedded.crowd import Population, read_population, sample_crowd
 from .worlds.embedded.crowd import sample_pool, vain_judge, write_population
-from .worlds.embedded.grammar import is_held_out, render, request_of, sample_request
-from .worlds.embedded.grammar import right_answers
+from .worlds.embedded.grammar import is_held_out, render, request_of, right_answers
+from .worlds.embedded.grammar import sample_request
 from .worlds.embedded.lexicon import ASKERS
 from .worlds.embedded.prose import sample_page
+from .worlds.folder import SPLITS, write_world
 
 # %% ../nbs/world.ipynb #8efdfb2f
 @dataclass
@@ -287,10 +286,10 @@ def _base_model(cfg: WorldConfig, tokenizer):
 # %% ../nbs/world.ipynb #b559f497
 def train(cfg: WorldConfig):
     "Write the splits, judges and world.json, and train the base model."
-    from alpaca_farm.core.model.models import logprobs, save_model
-    from alpaca_farm.core.model.loading import place_model
-    from alpaca_farm.core.data.text import collate
-    from alpaca_farm.core.training import Trainer, batches
+    from alpaca_farm.model.logprobs import logprobs, save_model
+    from alpaca_farm.model.loading import place_model
+    from alpaca_farm.data.text import collate
+    from alpaca_farm.train.trainer import Trainer, batches
     run = start(cfg, train)
     if run.done: return run
     splits = sample_splits(cfg)

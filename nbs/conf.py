@@ -16,7 +16,8 @@ myst_enable_extensions = ['dollarmath', 'amsmath']
 myst_heading_anchors = 3
 autodoc_member_order = 'bysource'
 PATH = ['start', 'world', 'annotators', 'reward_model', 'ppo', 'dpo', 'overoptimization', 'farm']
-ORDER = ['notebooks', 'recipes', 'studies', 'judging', 'boards', 'worlds', 'embedded', 'core']
+ORDER = ['notebooks', 'recipes', 'studies', 'judging', 'boards', 'worlds', 'embedded', 'train', 'model',
+         'ask', 'data', 'run']
 
 
 def tree(caption: str, pages: list[str]) -> str:

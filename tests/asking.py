@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from alpaca_farm.annotators import AnnotatorsConfig
+from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.prompts import entry_model, judge_config_file, read_judge_config
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.run.runs import read_summary
 
 KEY = 'sk-a-key-of-the-tests'
 

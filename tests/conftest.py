@@ -43,10 +43,10 @@ def base(tmp_path_factory):
 @pytest.fixture(scope='session')
 def models(base):
     "The tiny policy, a reward model, their tokenizer, prompts and sampled answers as token ids."
-    from alpaca_farm.core.data.records import load_records
-    from alpaca_farm.core.model.generation import generate
-    from alpaca_farm.core.model.models import load_policy, load_scalar
-    from alpaca_farm.core.data.text import encode_prompts
+    from alpaca_farm.data.records import load_records
+    from alpaca_farm.model.generation import generate
+    from alpaca_farm.model.logprobs import load_policy, load_scalar
+    from alpaca_farm.data.text import encode_prompts
     from alpaca_farm.sft import SFTConfig
     cfg = SFTConfig(**tiny.settings('sft', base))
     policy = load_policy(cfg.policy, cfg)

@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 
 import tiny
-from alpaca_farm.core.run.processes import once, rank, written_once
+from alpaca_farm.run.processes import once, rank, written_once
 from torch import distributed
 
 

@@ -11,9 +11,12 @@ import subprocess
 import sys
 import typing
 from pathlib import Path
-from alpaca_farm.core.run.paths import module_of
+
+import floors
+from alpaca_farm.run.paths import module_of
 
 ROOT = Path(__file__).parents[1]
+SHARED = floors.shared_folders()   # their notebooks make no runs
 LONG = 3600   # seconds, where something needs a limit: that of the whole run (pytest.ini)
 SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
 SETTINGS = dict(
@@ -85,7 +88,7 @@ def config_class(notebook):
 
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, ValueError for one of another type."
-    from alpaca_farm.core.run.settings import as_type, refuse_unknown
+    from alpaca_farm.run.settings import as_type, refuse_unknown
     kinds = typing.get_type_hints(config_class(notebook))
     refuse_unknown(notebook, settings, [*kinds])
     for name, value in settings.items():
@@ -117,7 +120,7 @@ def run_here(jobs, *_):
 def show_results(notebook, cfg):
     "Execute the cells of a notebook after its settings, which show a run; returns their text."
     import matplotlib.pyplot as plt
-    from alpaca_farm.core.run.paths import notebook_path
+    from alpaca_farm.run.paths import notebook_path
     code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells']
             if c['cell_type'] == 'code']
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
@@ -135,7 +138,7 @@ def show_results(notebook, cfg):
 
 def executed(notebook):
     "The names that a notebook without exports defines, its cells executed but for the slow ones."
-    from alpaca_farm.core.run.paths import notebook_path
+    from alpaca_farm.run.paths import notebook_path
     names = {}
     for c in json.loads(notebook_path(notebook).read_text())['cells']:
         text = ''.join(c['source'])
@@ -180,7 +183,7 @@ def given(words):
 
 def run_notebook(notebook, executed, given):
     "Exit status and output of a notebook in a process forked as the farm's are."
-    from alpaca_farm.core.run.execution import run_job, start_process
+    from alpaca_farm.run.execution import run_job, start_process
     log = Path(executed).with_suffix('.txt')
     call = start_process(run_job, Path(notebook), Path(executed), given, log, ROOT, {})
     error = call.exception()
@@ -197,7 +200,7 @@ def run_module(notebook, given, log):
 
 def start_module(notebook, given):
     "The process of a run, forked as in `run_notebook`, and the file with its output."
-    from alpaca_farm.core.run.execution import warm_server
+    from alpaca_farm.run.execution import warm_server
     log = Path(given['out']).with_suffix('.txt')
     process = warm_server().Process(target=run_module, args=(notebook, given, log))
     process.start()
@@ -273,7 +276,7 @@ def family(name, std=.3, **more):
 
 def policy(name, **more):
     "A policy of a family, without a tokenizer."
-    from alpaca_farm.core.model.policy import Policy
+    from alpaca_farm.model.policy import Policy
     return Policy(family(name, **more))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]/'tests'))
 import tiny
-from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.run.runs import read_log
 from bench_texts import make_material
 from judge_server import judge_server
 
@@ -165,15 +165,15 @@ def our_grpo(steps):
 
 
 def our_tokenizing(fields, thousands):
-    from alpaca_farm.core.data.text import encode
+    from alpaca_farm.data.text import encode
     rows, *_ = encode(records(1000*thousands), fields, tokenizer_of(), LONGEST, 'raw')
     return len(rows)//1000
 
 
 def our_sampling(times):
-    from alpaca_farm.core.data.text import encode_prompts
-    from alpaca_farm.core.model.generation import generate
-    from alpaca_farm.core.model.models import load_policy
+    from alpaca_farm.data.text import encode_prompts
+    from alpaca_farm.model.generation import generate
+    from alpaca_farm.model.logprobs import load_policy
     policy = load_policy(str(MATERIAL/'policy'), tiny.config('sft', device='cpu'))
     tokenizer = policy.tokenizer
     prompts = encode_prompts(records(64), tokenizer, 'raw')
@@ -195,7 +195,7 @@ RANKING = "[{'model': 'model_1', 'rank': {number}}, {'model': 'model_2', 'rank':
 
 def our_judge(url):
     from alpaca_farm.judging.judges import load_annotators
-    from alpaca_farm.core.ask.client import ApiConfig
+    from alpaca_farm.ask.client import ApiConfig
     return load_annotators('alpaca_eval_gpt4',
                            ApiConfig(base_url=url, store=f'{new_folder()}.sqlite'))
 

@@ -28,10 +28,10 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]/'tests'))
 import tiny
-from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.run.paths import notebook_path
-from alpaca_farm.core.stats import bootstrap
 from alpaca_farm.farm import read_sizes
+from alpaca_farm.judging.stats import bootstrap
+from alpaca_farm.run.files import read_json, write_json
+from alpaca_farm.run.paths import notebook_path
 from alpaca_farm.world import sample_splits, WorldConfig
 
 SECONDS = 20   # that a function may take for all its cases

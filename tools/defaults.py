@@ -17,12 +17,12 @@ import numpy as np
 import pandas as pd
 
 from alpaca_farm.boards.judged import answers_to, read_answers
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.model.rewards import reward
-from alpaca_farm.core.run.files import write_json
-from alpaca_farm.core.run.jobs import Job, run_jobs
-from alpaca_farm.core.run.runs import read_summary, run_config
-from alpaca_farm.core.run.settings import HardwareConfig
+from alpaca_farm.data.records import load_records
+from alpaca_farm.model.rewards import reward
+from alpaca_farm.run.files import write_json
+from alpaca_farm.run.jobs import Job, run_jobs
+from alpaca_farm.run.runs import read_summary, run_config
+from alpaca_farm.run.settings import HardwareConfig
 
 OUT = 'runs/defaults'
 FEW, MANY = 100, 1000

@@ -76,8 +76,8 @@ def make_model(folder: Path, shape: str, device: str):
     model = random_model(shape, device, bos_token_id=1, eos_token_id=2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    from alpaca_farm.core.model.policy import save_adapter
-    from alpaca_farm.core.model.models import load_scalar
+    from alpaca_farm.model.policy import save_adapter
+    from alpaca_farm.model.logprobs import load_scalar
     from alpaca_farm.reward_model import RewardModelConfig
     cfg = RewardModelConfig(policy=str(folder), device=device, dtype='bfloat16', **LORA)
     model = load_scalar(str(folder), cfg, 'normal', train=True)
@@ -108,7 +108,7 @@ class Measured(Exception):
 def measure_ours(method: str, shape: str, more: dict, out: Path, small: bool, device: str) -> dict:
     "Seconds a step, from the second on, and for PPO of its parts."
     from alpaca_farm import dpo, ppo, reward_model, sft
-    from alpaca_farm.core.training import Trainer
+    from alpaca_farm.train.trainer import Trainer
     prompt, answer, batch = (12, 8, 4) if small else (PROMPT, ANSWER, BATCH)
     data, steps = str(out/'data'), 2 if method == 'ppo' else STEPS
     cfg = dict(policy=str(out/f'model-{shape}'), out=str(out/f'{method}_{shape}'), device=device,
@@ -154,10 +154,10 @@ def measure_ours(method: str, shape: str, more: dict, out: Path, small: bool, de
 def measure_attention(shape: str, more: dict, small: bool, device: str) -> dict:
     "How far packed states are from those in float32, and seconds of passes over 16,384 tokens."
     import copy
-    from alpaca_farm.core.data.text import collate
-    from alpaca_farm.core.model.models import hidden_states
-    from alpaca_farm.core.model.packing import reads_packed
-    from alpaca_farm.core.model.policy import Policy
+    from alpaca_farm.data.text import collate
+    from alpaca_farm.model.logprobs import hidden_states
+    from alpaca_farm.model.packing import reads_packed
+    from alpaca_farm.model.policy import Policy
     model = random_model(shape, device, more['attention'])
     rng, words = random.Random(0), SHAPES[shape][-1]
 
@@ -194,9 +194,9 @@ def measure_attention(shape: str, more: dict, small: bool, device: str) -> dict:
 
 def measure_sampling(shape: str, more: dict, out: Path, small: bool, device: str) -> dict:
     "Tokens a second of 128 answers to as many prompts, with an adapter that is not merged."
-    from alpaca_farm.core.model.policy import add_adapter, lora_config, own_weights, Policy
-    from alpaca_farm.core.model.generation import generate
-    from alpaca_farm.core.model.models import response_logprobs
+    from alpaca_farm.model.policy import add_adapter, lora_config, own_weights, Policy
+    from alpaca_farm.model.generation import generate
+    from alpaca_farm.model.logprobs import response_logprobs
     from alpaca_farm.sft import SFTConfig
     words = SHAPES[shape][-1]
     prompt, answer, rows = (12, 8, 4) if small else (PROMPT, ANSWER, 128)

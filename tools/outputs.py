@@ -13,11 +13,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from alpaca_farm.core.run.files import digest, read_json, write_json
-from alpaca_farm.core.run.runs import run_config
-from alpaca_farm.core.run.progress import Progress
-from alpaca_farm.core.run.paths import at_root, root
-from alpaca_farm.core.run.settings import Config, from_args
+from floors import shared_folders
+from alpaca_farm.run.files import digest, read_json, write_json
+from alpaca_farm.run.paths import at_root, root
+from alpaca_farm.run.progress import Progress
+from alpaca_farm.run.runs import run_config
+from alpaca_farm.run.settings import Config, from_args
 
 
 @dataclass
@@ -30,13 +31,14 @@ class OutputsConfig(Config):
 
 
 def notebook_paths(names=()) -> list[Path]:
-    "The notebooks of these names, or all: those of core first, the farm last."
+    "The notebooks of these names, or all: those that make no runs first, the farm last."
     paths = [p for p in sorted((root()/'nbs').rglob('*.ipynb'))
              if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts}]
     unknown = sorted(set(names) - {p.stem for p in paths})
     if unknown: raise ValueError(f'notebooks: there is no {unknown[0]} in nbs/')
+    shared = {*shared_folders()}
     chosen = [p for p in paths if not names or p.stem in names]
-    return sorted(chosen, key=lambda p: ('core' not in p.parts, p.stem == 'farm', p.stem))
+    return sorted(chosen, key=lambda p: (not shared & {*p.parts}, p.stem == 'farm', p.stem))
 
 
 def is_slow(cell: dict) -> bool:

@@ -12,24 +12,23 @@ from typing import Annotated
 from annotated_types import Ge, Len
 import numpy as np
 
-from ..core.ask.client import ApiConfig
-from ..judging.prompts import model_kind
-from ..judging.pools import annotator_name, annotator_order, pool_members
-from ..judging.pools import pool_weights, report_missing
-from ..core.data.records import load_records
-from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.progress import Progress
-from ..core.run.runs import ensure_inputs, run_config, start, write_csv, write_figure
-from ..core.run.paths import at_root
-from ..core.run.settings import command, Count
-from ..core.stats import one_hot_votes, vote_mode
+from ..ask.client import ApiConfig
+from ..data.dialogues import full_instruction, prompt_key
+from ..data.records import load_records
 from ..judging.judges import ask_both_orders, check_all_answered, check_known_names
-from ..judging.judges import load_annotators
+from ..judging.judges import JudgedConfig, load_annotators
 from ..judging.label_files import label_file, label_files, load_sets, per_thousand
 from ..judging.label_files import recorded_verdicts, Verdicts
 from ..judging.measures import bootstrap_measures, cast_votes, FEWEST, judge_measures
 from ..judging.measures import pair_traits, people_measures, people_votes
-from ..judging.judges import JudgedConfig
+from ..judging.pools import annotator_name, annotator_order, pool_members, pool_weights
+from ..judging.pools import report_missing
+from ..judging.prompts import model_kind
+from ..judging.stats import one_hot_votes, vote_mode
+from ..run.paths import at_root
+from ..run.progress import Progress
+from ..run.runs import ensure_inputs, run_config, start, write_csv, write_figure
+from ..run.settings import command, Count
 
 
 # %% ../../nbs/boards/agreement.ipynb #8b8bfc52

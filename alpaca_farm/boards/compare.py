@@ -13,18 +13,17 @@ from itertools import combinations
 
 import numpy as np
 
-from ..judging.pools import annotator_name
-from ..core.data.preferences import output_texts
-from ..core.data.dialogues import prompt_key
-from ..judging.judges import JudgedConfig
-from ..core.run.runs import read_log, read_signed, start, write_csv, write_figure
-from ..core.run.paths import at_root
-from ..core.run.settings import command, Count
-from ..core.stats import win_rate_interval
-from ..judging.judges import load_annotators
-from .corrected import label_columns, explain_win_rate, match_labels
+from .corrected import explain_win_rate, label_columns, match_labels
 from .corrected import read_people_labels
 from .judged import complete_preferences, read_answers, short_names
+from ..data.dialogues import prompt_key
+from ..data.pairs import output_texts
+from ..judging.judges import JudgedConfig, load_annotators
+from ..judging.pools import annotator_name
+from ..judging.stats import win_rate_interval
+from ..run.paths import at_root
+from ..run.runs import read_log, read_signed, start, write_csv, write_figure
+from ..run.settings import command, Count
 
 # %% ../../nbs/boards/compare.ipynb #e5ca51a0
 @dataclass

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.data.preferences import pair_up
-from ..core.data.dialogues import full_instruction
-from ..core.stats import FEWEST_LABELS, Interval, plain, wilson, win_rate_interval
+from ..data.dialogues import full_instruction
+from ..data.pairs import pair_up
 from ..judging.label_files import load_sets
+from ..judging.stats import FEWEST_LABELS, Interval, plain, wilson, win_rate_interval
 
 # %% ../../nbs/boards/corrected.ipynb #a4379046
 def ppi_mean(

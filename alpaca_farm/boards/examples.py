@@ -8,10 +8,10 @@ __all__ = ['replicates_of', 'right_answers_of', 'print_answers']
 # %% ../../nbs/boards/examples.ipynb #86665a68
 from pathlib import Path
 
-from ..core.data.dialogues import prompt_key
-from ..core.run.paths import at_root
-from ..core.run.files import read_json
-from ..core.run.runs import run_config
+from ..data.dialogues import prompt_key
+from ..run.files import read_json
+from ..run.paths import at_root
+from ..run.runs import run_config
 from ..worlds.folder import read_world
 
 # %% ../../nbs/boards/examples.ipynb #826b7521

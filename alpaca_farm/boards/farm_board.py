@@ -11,21 +11,20 @@ from collections import Counter
 
 import numpy as np
 
+from ..best_of_n import choose_best, score_candidates
 from .corrected import match_labels, read_people_labels
 from .judged import answers_to, judge_all, read_answers
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from .text import TEXT_COLUMNS, word_scorer
-from ..best_of_n import choose_best, score_candidates
-from ..core.data.dialogues import full_instruction, prompt_key
-from ..judging.pools import answer_preferences
-from ..core.data.preferences import match_prompts, output_texts
-from ..core.data.preferences import pair_up
-from ..core.data.records import load_records
-from ..core.run.files import read_json
-from ..core.run.runs import read_summary, recipes, write_csv, write_figure
-from ..core.run.paths import at_root
-from ..core.stats import replicate_interval
+from ..data.dialogues import full_instruction, prompt_key
+from ..data.pairs import match_prompts, output_texts, pair_up
+from ..data.records import load_records
 from ..judging.judges import api_clients
+from ..judging.pools import answer_preferences
+from ..judging.stats import replicate_interval
+from ..run.files import read_json
+from ..run.paths import at_root
+from ..run.runs import read_summary, recipes, write_csv, write_figure
 from ..worlds.folder import World
 
 # %% ../../nbs/boards/farm_board.ipynb #67c40a74

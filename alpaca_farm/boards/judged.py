@@ -13,19 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ..annotators import annotate_pairs
+from ..data.dialogues import prompt_key
+from ..data.formats import notice
+from ..data.pairs import check_preferences, hash_uniform, pair_up, same_answers
+from ..data.records import load_records
 from ..judging.judges import api_clients, check_all_answered, load_annotators
-from ..judging.prompts import is_population
-from ..core.data.preferences import check_preferences, hash_uniform, pair_up
-from ..judging.pools import preferences_over, report_missing
-from ..core.data.preferences import same_answers
-from ..judging.pools import both_orders
-from ..core.data.formats import notice
-from ..core.data.records import load_records
-from ..core.data.dialogues import prompt_key
-from ..core.run.paths import at_root
-from ..core.run.runs import read_summary
-from ..core.stats import win_rate_interval
 from ..judging.measures import sample_votes
+from ..judging.pools import both_orders, preferences_over, report_missing
+from ..judging.prompts import is_population
+from ..judging.stats import win_rate_interval
+from ..run.paths import at_root
+from ..run.runs import read_summary
 
 # %% ../../nbs/boards/judged.ipynb #f7765592
 def read_answers(

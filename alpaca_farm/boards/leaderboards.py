@@ -11,13 +11,13 @@ from itertools import combinations
 
 import numpy as np
 
-from ..core.data.preferences import match_prompts, output_texts, read_preference
-from ..judging.pools import with_verdict
-from ..core.run.runs import run_config
-from ..core.stats import spearman_interval, win_rate, win_rate_interval
 from .corrected import label_columns
 from .length_control import length_controlled
 from .text import answer_mean
+from ..data.pairs import match_prompts, output_texts, read_preference
+from ..judging.pools import with_verdict
+from ..judging.stats import spearman_interval, win_rate, win_rate_interval
+from ..run.runs import run_config
 
 # %% ../../nbs/boards/leaderboards.ipynb #520e57ba
 def _count_words(text: str) -> int: return len(text.split())

@@ -10,8 +10,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ..core.data.preferences import check_preferences
-from ..core.stats import sigmoid, standard_error, wilson
+from ..data.pairs import check_preferences
+from ..judging.stats import sigmoid, standard_error, wilson
 
 # %% ../../nbs/boards/length_control.ipynb #64b8f3c7
 def _logistic(

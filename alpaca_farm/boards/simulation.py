@@ -10,8 +10,8 @@ from itertools import combinations
 
 import numpy as np
 
-from ..core.run.runs import write_csv
-from ..core.stats import holm, replicate_interval, spearman_interval
+from ..judging.stats import holm, replicate_interval, spearman_interval
+from ..run.runs import write_csv
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
 _COLUMNS = ('simulated', 'transfer', 'crowd')

@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 
-from ..core.data.preferences import output_texts
+from ..data.pairs import output_texts
 from ..judging.measures import has_list
 
 # %% ../../nbs/boards/text.ipynb #f4732930

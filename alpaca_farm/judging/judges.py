@@ -20,35 +20,25 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ..core.ask.protocol import answer_text
-from ..core.ask.client import ApiClient, ApiConfig
-from ..core.ask.client import parse_mapping
-from ..core.ask.protocol import reading_advice, token_usage
-from ..core.ask.protocol import adapt_decoding
-from .prompts import entry_model, is_population
-from .prompts import judge_config_file, judge_files, model_kind
-from ..core.ask.protocol import parse_decoding
-from .prompts import read_judge_config
-from ..core.ask.protocol import REASONING_MODELS, REQUEST_FIELDS
-from .prompts import suggest_names
-from ..core.data.records import candidate_pair, check_records, find_file, load_records
-from ..core.data.records import read_rows, read_text
-from .pools import annotator_preferences
-from ..core.data.preferences import answer_of, hash_uniform
-from ..core.data.preferences import head2head_pairs, is_preference, PAIR_FIELDS
-from .pools import Pool
-from .pools import pool_members, pool_weights
-from .pools import report_missing
-from ..core.data.preferences import shown_swapped, swap_outputs
-from ..core.data.formats import as_records
-from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.paths import at_root, root
-from ..core.run.settings import Config, resolve
-from ..core.ask.client import ask
-from ..core.run.files import read_json
-from ..core.stats import sigmoid
+from ..ask.client import ApiClient, ApiConfig, ask, parse_mapping
+from ..ask.protocol import adapt_decoding, answer_text, parse_decoding, reading_advice
+from ..ask.protocol import REASONING_MODELS, REQUEST_FIELDS, token_usage
+from ..data.dialogues import full_instruction, prompt_key
+from ..data.formats import as_records
+from ..data.pairs import answer_of, hash_uniform, head2head_pairs, is_preference
+from ..data.pairs import PAIR_FIELDS, shown_swapped, swap_outputs
+from ..data.records import candidate_pair, check_records, find_file, load_records
+from ..data.records import read_rows, read_text
 from .label_files import label_file
 from .parsers import check_parser, PARSERS, without_echo
+from .pools import annotator_preferences, Pool, pool_members, pool_weights
+from .pools import report_missing
+from .prompts import entry_model, is_population, judge_config_file, judge_files
+from .prompts import model_kind, read_judge_config, suggest_names
+from .stats import sigmoid
+from ..run.files import read_json
+from ..run.paths import at_root, root
+from ..run.settings import Config, resolve
 
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
 @dataclass(frozen=True)
@@ -363,8 +353,8 @@ def _verdict_labels(e):
 class LocalJudge:
     "A language model on this machine that prefers one of two labels."
     def __init__(self, e: Evaluator, cfg: Config):
-        from alpaca_farm.core.model.writer import LocalWriter
-        from alpaca_farm.core.model.models import load_policy
+        from alpaca_farm.model.writer import LocalWriter
+        from alpaca_farm.model.logprobs import load_policy
         self.evaluator = e
         self.name = e.name
         self.labels = _verdict_labels(e)
@@ -384,14 +374,14 @@ class LocalJudge:
 class RewardJudge:
     "A reward model as a judge, by Bradley and Terry's model."
     def __init__(self, folder: str, cfg: Config):
-        from alpaca_farm.core.model.models import load_scalar
+        from alpaca_farm.model.logprobs import load_scalar
         self.policy = load_scalar(folder, cfg)
         self.name = Path(folder).name
         self.template = getattr(cfg, 'template', 'auto')
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The probability of the second answer, plus 1."
-        from alpaca_farm.core.model.rewards import score_records
+        from alpaca_farm.model.rewards import score_records
         records = [answer_of(p, 1) for p in pairs] + [answer_of(p, 2) for p in pairs]
         rewards = score_records(self.policy, records, self.template, standardise=False)
         first, second = np.split(np.array(rewards), 2)

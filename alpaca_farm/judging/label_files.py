@@ -15,18 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.data.dialogues import full_instruction, naming
-from ..core.data.dialogues import SYSTEM
-from ..core.data.formats import ANNOTATOR_FIELDS, as_records
-from ..core.data.formats import finite_number, notice
-from .prompts import is_population
-from ..core.data.preferences import ENDED, PAIR_FIELDS, pair_identity, plain_lines
-from ..core.data.preferences import read_preference
+from ..data.dialogues import full_instruction, naming, SYSTEM
+from ..data.formats import ANNOTATOR_FIELDS, as_records, finite_number, notice
+from ..data.pairs import ENDED, PAIR_FIELDS, pair_identity, plain_lines, read_preference
+from ..data.records import check_record, FILE_SUFFIXES, read_rows
 from .pools import report_missing
-from ..core.data.records import check_record, FILE_SUFFIXES
-from ..core.data.records import read_rows
-from ..core.run.paths import at_root
-from ..core.run.settings import resolve
+from .prompts import is_population
+from ..run.paths import at_root
+from ..run.settings import resolve
 
 
 # %% ../../nbs/judging/label_files.ipynb #c8696995

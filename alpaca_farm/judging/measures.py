@@ -12,13 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.data.dialogues import full_instruction
-from .pools import annotator_order
-from ..core.data.preferences import check_preferences, hash_uniform
-from .pools import decide_vote
-from ..core.data.preferences import pair_identity
-from ..core.stats import agreement, bias, Interval, one_hot_votes, spearman, variance
-from ..core.stats import vote_mode, wilson
+from ..data.dialogues import full_instruction
+from ..data.pairs import check_preferences, hash_uniform, pair_identity
+from .pools import annotator_order, decide_vote
+from .stats import agreement, bias, Interval, one_hot_votes, spearman, variance
+from .stats import vote_mode, wilson
 
 # %% ../../nbs/judging/measures.ipynb #f2ec7e8a
 def flip_mask(
@@ -206,7 +204,7 @@ def _share(part, whole):
 
 
 def _or_nan(measure, *votes):
-    "A measure of `core.stats`; nan where it needs more votes."
+    "A measure of `judging.stats`; nan where it needs more votes."
     try: return measure(*votes)
     except ValueError: return math.nan
 

@@ -9,9 +9,9 @@ __all__ = ['PARSERS', 'verdict_text', 'without_echo', 'check_parser']
 import ast, inspect, json, math, re
 from typing import NamedTuple
 
-from ..core.ask.protocol import answer_text
-from ..core.data.records import unique_fields
-from ..core.data.preferences import is_preference
+from ..ask.protocol import answer_text
+from ..data.pairs import is_preference
+from ..data.records import unique_fields
 
 # %% ../../nbs/judging/parsers.ipynb #5aa44d33
 def verdict_text(answer: dict) -> str:

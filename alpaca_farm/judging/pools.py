@@ -14,11 +14,10 @@ from itertools import chain
 
 import numpy as np
 
-from ..core.data.dialogues import prompt_key
-from ..core.data.preferences import answer_pairs, check_answered, check_preferences
-from ..core.data.preferences import hash_uniform, index_prompts, match_prompts
-from ..core.data.preferences import output_texts, pair_identity, same_answers
-from ..core.data.preferences import swap_outputs
+from ..data.dialogues import prompt_key
+from ..data.pairs import answer_pairs, check_answered, check_preferences, hash_uniform
+from ..data.pairs import index_prompts, match_prompts, output_texts, pair_identity
+from ..data.pairs import same_answers, swap_outputs
 
 # %% ../../nbs/judging/pools.ipynb #9f737d4e
 def pool_members(pool) -> list:

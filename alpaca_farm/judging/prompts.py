@@ -9,8 +9,8 @@ __all__ = ['judge_config_file', 'judge_files', 'entry_model', 'read_judge_config
 import difflib, importlib.util, os, re
 from pathlib import Path
 
-from ..core.run.files import read_json, read_yaml
-from ..core.run.paths import at_root, notebooks_folder
+from ..run.files import read_json, read_yaml
+from ..run.paths import at_root, notebooks_folder
 
 # %% ../../nbs/judging/prompts.ipynb #672cfbf4
 def _folders():

@@ -10,13 +10,13 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from ..core.data.records import FILE_SUFFIXES
-from ..core.run.files import read_json, write_json
-from ..core.run.paths import at_root, looks_like_hub, missing_path
-from ..core.run.runs import recipes
-from ..core.run.settings import as_type, refuse_unknown, resolve, Share
+from ..data.records import FILE_SUFFIXES
 from ..judging.judges import check_annotators, folder_function
 from ..judging.prompts import is_population
+from ..run.files import read_json, write_json
+from ..run.paths import at_root, looks_like_hub, missing_path
+from ..run.runs import recipes
+from ..run.settings import as_type, refuse_unknown, resolve, Share
 
 # %% ../../nbs/worlds/folder.ipynb #f01d0007
 VERSION = 1

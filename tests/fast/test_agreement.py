@@ -10,14 +10,14 @@ import pytest
 
 import tiny
 from alpaca_farm import world
-from alpaca_farm.core.data.dialogues import dialogue_text
-from alpaca_farm.judging.pools import annotator_preferences
-from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
-from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.boards import agreement as A
+from alpaca_farm.data.dialogues import dialogue_text
+from alpaca_farm.data.pairs import hash_uniform, swap_outputs
 from alpaca_farm.judging import measures as M
-from alpaca_farm.judging.label_files import recorded_verdicts
 from alpaca_farm.judging.judges import read_recorded
+from alpaca_farm.judging.label_files import recorded_verdicts
+from alpaca_farm.judging.pools import annotator_preferences
+from alpaca_farm.run.runs import read_summary
 from alpaca_farm.world import embedded_pairs
 from asking import key
 from judge_server import judge_server

@@ -4,8 +4,8 @@ import json
 import pytest
 
 import tiny
-from alpaca_farm.auto_annotations import alpaca_leaderboard, PairwiseAutoAnnotator, _records_of
-from alpaca_farm.auto_annotations import _reference_from_hub
+from alpaca_farm.auto_annotations import _records_of, _reference_from_hub, alpaca_leaderboard
+from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
 from judge_server import judge_server
 
 EXAMPLES = tiny.ROOT/'../shared/data/alpaca_farm_examples'
@@ -25,7 +25,7 @@ def server(monkeypatch, tmp_path):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv('OPENAI_BASE_URL', server.url)
         monkeypatch.setenv('OPENAI_API_KEY', 'test')
-        monkeypatch.setattr('alpaca_farm.core.ask.client.at_root', lambda path: tmp_path/path)
+        monkeypatch.setattr('alpaca_farm.ask.client.at_root', lambda path: tmp_path/path)
         yield server
 
 

@@ -7,16 +7,15 @@ from transformers import AutoTokenizer
 
 import tiny
 from alpaca_farm import binary_feedback, world
-from alpaca_farm.binary_feedback import BAD, BinaryFeedbackConfig, GOOD, label_accuracy
-from alpaca_farm.binary_feedback import _rate_outputs
-from alpaca_farm import binary_feedback
-from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.data.text import encode_prompts
-from alpaca_farm.core.model.control import prepend_tokens
-from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.binary_feedback import _rate_outputs, BAD, BinaryFeedbackConfig, GOOD
+from alpaca_farm.binary_feedback import label_accuracy
+from alpaca_farm.data.records import load_records
+from alpaca_farm.data.text import encode_prompts
+from alpaca_farm.model.control import prepend_tokens
+from alpaca_farm.model.logprobs import load_policy
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_summary
+from alpaca_farm.train.answers import answering, log_ratios, sample, sample_answers
 
 torch.set_num_threads(1)
 

@@ -8,47 +8,21 @@ import re
 import subprocess
 import sys
 from configparser import ConfigParser
+from graphlib import TopologicalSorter
 
 import pytest
 
+import floors
 import tiny
 
 NBS = tiny.ROOT/'nbs'
 PACKAGE = tiny.ROOT/'alpaca_farm'
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb')
                    if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})   # a template is no notebook yet
-RUNNABLE = [p for p in NOTEBOOKS if not {'core', 'judging'} & {*p.parts[len(NBS.parts):]}]
+RUNNABLE = [p for p in NOTEBOOKS if p.relative_to(NBS).parts[0] not in tiny.SHARED]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
-# Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
-CORE = ['data.dialogues',
-        'run.progress run.files run.paths functional data.preferences',
-        'run.checkpoints data.formats ask.store',
-        'run.defaults',
-        'run.settings data.shown',
-        'model.policy run.processes',
-        'data.records model.control model.packing',
-        'ask.judge_configs data.text model.memory',
-        'model.loading run.execution',
-        'ask.client stats run.runs model.generation',
-        'model.beams model.models run.jobs',
-        'model.rewards',
-        'answers training',
-        'online ask.completions labelled preflight']
-LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',
-        'worlds.embedded.grammar judging.measures boards.length_control judging.label_files',
-        'worlds.embedded.authors worlds.embedded.prose boards.corrected boards.text',
-        'worlds.embedded.criteria judging.judges',
-        'worlds.embedded.crowd worlds.folder core.online',
-        'world boards.leaderboards boards.regret',
-        'annotators boards.agreement labelling',
-        'boards.judged auto_annotations boards.examples',
-        'eval boards.compare overoptimization boards.farm_board boards.simulation',
-        'farm bring_your_own',
-        'real decide']
-METHOD = len(CORE) + 7
-LEVEL = ({m if m.startswith('judging') else f'core.{m}': i
-          for i, line in enumerate(CORE) for m in line.split()}
-         | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
+FLOORS = floors.read_floors()
+PATHS = floors.modules()
 
 
 def name_of(path): return '.'.join(path.relative_to(PACKAGE).with_suffix('').parts)
@@ -77,7 +51,7 @@ each_module = pytest.mark.parametrize('path', MODULES, ids=name_of)
 @each_notebook
 def test_a_notebook_is_known_as_its_module(path):
     "Executed from top to bottom, a notebook has the identity of the module that it exports."
-    from alpaca_farm.core.run.runs import code_hash, notebook_hash
+    from alpaca_farm.run.runs import code_hash, notebook_hash
     history = [source(c) for c in cells(path) if c['cell_type'] == 'code']
     executed = eval('lambda: 0', dict(In=history))
     module = importlib.import_module(config_of(path).__module__)
@@ -89,7 +63,7 @@ def test_a_notebook_is_known_as_its_module(path):
 def test_parameters_cell_has_the_settings_of_the_notebook(path):
     "Those of its own dataclass, what it reads, and those by size; the others are set by name."
     from papermill import inspect_notebook
-    from alpaca_farm.core.run.settings import field_comments, sized_defaults
+    from alpaca_farm.run.settings import field_comments, sized_defaults
     cls = config_of(path)
     assert len(parameters(path)) == 1
     own = {'out', 'seed', *cls.inputs, *cls.__annotations__, *sized_defaults(cls)}
@@ -139,7 +113,7 @@ def test_notebook_of_a_method(path):
 
 @each_notebook
 def test_help_lists_every_setting(path, capsys):
-    from alpaca_farm.core.run.settings import from_args
+    from alpaca_farm.run.settings import from_args
     with pytest.raises(SystemExit) as e:
         from_args(config_of(path), ['--help'], path.stem)
     said = capsys.readouterr().out
@@ -161,8 +135,8 @@ for name in names:
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, name
 '''
 HEAVY = 'openai datasets wandb tensorboard alpaca_eval matplotlib ray submitit'
-TENSORLESS = ['judging.measures', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
-              'core.data.records', 'worlds.embedded.crowd', 'annotators', 'eval', 'boards.text']
+TENSORLESS = ['judging.measures', 'judging.stats', 'run.settings', 'run.runs', 'world',
+              'data.records', 'worlds.embedded.crowd', 'annotators', 'eval', 'boards.text']
 
 
 @pytest.mark.slow
@@ -176,31 +150,28 @@ def test_imports_are_light(already, unwanted, names):
     assert out.returncode == 0 and out.stdout.splitlines() == names, out.stderr + out.stdout
 
 
-def imported(path):
-    "Modules of the package that a module imports, anywhere in it."
-    here = name_of(path).split('.')[:-1]
-    for n in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-        if isinstance(n, ast.Import):
-            yield from (a.name.removeprefix('alpaca_farm.') for a in n.names
-                        if a.name.startswith('alpaca_farm.'))
-        if not isinstance(n, ast.ImportFrom):
-            continue
-        module = n.module or ''
-        if n.level:
-            module = '.'.join(['alpaca_farm', *here[:len(here) + 1 - n.level],
-                               *([module] if module else [])])
-        if module == 'alpaca_farm':
-            yield from (a.name for a in n.names)
-        elif module.startswith('alpaca_farm.'):
-            yield module.removeprefix('alpaca_farm.')
+@each_module
+def test_imports_only_go_down(path):
+    "The floors of nbs/architecture.md; a module's name in a string is an import too."
+    name = name_of(path)
+    level = floors.floor_of(name, FLOORS)
+    for other in floors.imported_modules(path, PATHS):
+        assert floors.floor_of(other, FLOORS) <= level, f'{name} imports {other}'
+        assert FLOORS[level].title != 'Methods' or floors.floor_of(other, FLOORS) < level
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    imports = {name: floors.imported_modules(path, PATHS) for name, path in PATHS.items()}
+    assert len([*TopologicalSorter(imports).static_order()]) == len(PATHS)
 
 
 @each_module
-def test_imports_only_go_down(path):
-    name = name_of(path)
-    for other in imported(path):
-        if other in {name_of(p) for p in MODULES}:
-            assert LEVEL.get(other, METHOD) < LEVEL.get(name, METHOD), f'{name} imports {other}'
+def test_imports_have_one_form(path):
+    "nbdev makes those at the top relative, if each is on one line; those inside of functions not."
+    tree = ast.parse(path.read_text(encoding='utf-8'))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.level or node.module.startswith('alpaca_farm')):
+            assert (node.level > 0) == (node in tree.body), ast.unparse(node)
 
 
 WORLDS = re.compile(r'(world|real|bring_your_own|worlds\..*)$')
@@ -209,9 +180,9 @@ WORLDS = re.compile(r'(world|real|bring_your_own|worlds\..*)$')
 @pytest.mark.parametrize('path', [p for p in MODULES if not WORLDS.match(name_of(p))], ids=name_of)
 def test_no_module_knows_a_world_by_name(path):
     "None imports one, but for what reads a world's folder; none names its functions."
-    read = {m for m in imported(path) if WORLDS.match(m)}
+    read = {m for m in floors.imported_modules(path, PATHS) if WORLDS.match(m)}
     assert read <= {'worlds.folder'}
-    if name_of(path).startswith('core.'):
+    if name_of(path).partition('.')[0] in tiny.SHARED:
         return
     for node in ast.walk(ast.parse(path.read_text())):
         text = node.value if isinstance(node, ast.Constant) else getattr(node, 'id', '')

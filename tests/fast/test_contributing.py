@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import tiny
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.run.runs import read_summary
 
 
 def blocks(heading):
@@ -95,7 +95,7 @@ def test_a_method_has_the_form_of_one_and_trains(project, base, tmp_path):
 LISTED = """
 import sys
 from alpaca_farm import dpo, ppo
-from alpaca_farm.core.run.settings import from_args
+from alpaca_farm.run.settings import from_args
 sys.stderr = sys.stdout
 for cls, setting in ((dpo.DPOConfig, '--loss_type'), (ppo.PPOConfig, '--advantage')):
     for words in (['--help'], [setting, 'none']):
@@ -116,7 +116,7 @@ def test_they_are_listed_where_a_name_is_chosen(project):
 READ = """
 import json, sys
 from alpaca_farm.annotators import AnnotatorsConfig
-from alpaca_farm.core.data.records import load_records
+from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.judges import load_annotators
 pairs = load_records(sys.argv[1], 'preference', 'preference')
 cfg = AnnotatorsConfig(annotators='longer by 3')

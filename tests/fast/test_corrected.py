@@ -8,22 +8,20 @@ import pytest
 from scipy.stats import norm
 
 import tiny
-from alpaca_farm import world
-from alpaca_farm import eval as ev
+from alpaca_farm import eval as ev, labelling, world
+from alpaca_farm.ask.store import Store
 from alpaca_farm.boards import compare
-from alpaca_farm.boards.farm_board import _people_labels
-from alpaca_farm.boards.corrected import people_win_rate, people_difference, estimate_strata
-from alpaca_farm.boards.corrected import explain_win_rate, judge_agreement, match_labels
-from alpaca_farm.boards.corrected import plan_labels, ppi_mean
-from alpaca_farm.boards.judged import complete_preferences
-from alpaca_farm.core.ask.store import Store
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm import labelling
 from alpaca_farm.boards.agreement import prefer_longer as longest
+from alpaca_farm.boards.corrected import estimate_strata, explain_win_rate, judge_agreement
+from alpaca_farm.boards.corrected import match_labels, people_difference, people_win_rate
+from alpaca_farm.boards.corrected import plan_labels, ppi_mean
+from alpaca_farm.boards.farm_board import _people_labels
+from alpaca_farm.boards.judged import complete_preferences
+from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.judging.measures import people_votes
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_summary
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 

@@ -14,16 +14,16 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 import published
-from alpaca_farm.core.preflight import preflight
-from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.run.runs import Run
-from alpaca_farm.core.data.records import check_records, load_records, _read_candidates, read_rows
-from alpaca_farm.core.data.dialogues import prompt_key
-from alpaca_farm.core.data.formats import CODES, FIELDS, Reader, READERS
-from alpaca_farm.core.data.text import encode
+from alpaca_farm.data.dialogues import prompt_key
+from alpaca_farm.data.formats import CODES, FIELDS, Reader, READERS
+from alpaca_farm.data.records import _read_candidates, check_records, load_records, read_rows
+from alpaca_farm.data.text import encode
+from alpaca_farm.judging.judges import read_recorded
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.look_at_data import find_odd, read_parts
-from alpaca_farm.judging.judges import read_recorded
+from alpaca_farm.run.files import read_json, write_json
+from alpaca_farm.run.runs import Run
+from alpaca_farm.train.preflight import preflight
 from published import ASK, KINDS, MORE, rated, RED, safe, say, strength, vote, WRONG
 from tiny import write
 
@@ -567,7 +567,7 @@ def test_a_file_is_read_as_what_it_is_or_named(tmp_path, name, content, wanted):
 
 def test_a_file_that_unpacks_to_more_than_the_memory_holds_is_refused(tmp_path, monkeypatch):
     memory = SimpleNamespace(available=4*10**6)
-    monkeypatch.setattr('alpaca_farm.core.data.records.virtual_memory', lambda: memory)
+    monkeypatch.setattr('alpaca_farm.data.records.virtual_memory', lambda: memory)
     rows = [dict(ROWS[0], output='a'*n) for n in (900_000, 90_000)]
     for name in ('a.json.gz', 'a.csv.gz'):
         (tmp_path/name).write_bytes(gzip.compress(FORMATS[name[2:-3]](rows)))

@@ -13,19 +13,19 @@ from safetensors.torch import save_file
 from alpaca_farm import best_of_n, dpo
 from alpaca_farm.boards.judged import read_answers
 from alpaca_farm.core import preflight
-from alpaca_farm.core.preflight import settle
-from alpaca_farm.core.data.text import check_limit
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.model.loading import load_tokenizer
-from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.run.defaults import count_weights, default_of
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import CHECKS, few_steps, Health, is_fresh, read_summary, Run
-from alpaca_farm.core.run.settings import from_args, sized_defaults
+from alpaca_farm.data.records import load_records
+from alpaca_farm.data.text import check_limit
 from alpaca_farm.dpo import DPOConfig
+from alpaca_farm.model.loading import load_tokenizer
+from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.ppo import PPOConfig
 from alpaca_farm.reward_model import RewardModelConfig
+from alpaca_farm.run.defaults import count_weights, default_of
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import CHECKS, few_steps, Health, is_fresh, read_summary, Run
+from alpaca_farm.run.settings import from_args, sized_defaults
 from alpaca_farm.sft import SFTConfig
+from alpaca_farm.train.preflight import settle
 
 
 def rate(cls, weights, lora=False):

@@ -11,19 +11,18 @@ from hypothesis import assume, given, strategies as st
 
 import tiny
 from tiny import write
+from alpaca_farm import annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo
+from alpaca_farm import quark, reward_model, rrhf, sft
+from alpaca_farm.ask.store import Store
 from alpaca_farm.boards import agreement
-from alpaca_farm import (annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo,
-    quark, reward_model, rrhf, sft)
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.data.dialogues import full_instruction, prompt_key
-from alpaca_farm.core.data.dialogues import as_messages, dialogue_text, parse_dialogue
-from alpaca_farm.core.data.dialogues import prompt_text, with_space
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.data.formats import as_records
-from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.core.data.text import encode, encode_prompts
-from alpaca_farm.core.ask.store import Store
+from alpaca_farm.data.dialogues import as_messages, dialogue_text, full_instruction
+from alpaca_farm.data.dialogues import parse_dialogue, prompt_key, prompt_text, with_space
+from alpaca_farm.data.formats import as_records
+from alpaca_farm.data.records import load_records
+from alpaca_farm.data.text import encode, encode_prompts
 from alpaca_farm.judging.judges import check_annotators, load_evaluators
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_log, read_summary
 from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA',
@@ -266,11 +265,11 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     "In a dialogue's text alone; an answer without such an end, or EOS, gets the penalty."
     import torch
     from alpaca_farm.core import online
-    from alpaca_farm.core.model.generation import Sample
+    from alpaca_farm.model.generation import Sample
     tokenizer = tiny.letters(None)
     ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
     sample = Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))
-    monkeypatch.setattr('alpaca_farm.core.answers.generate', lambda *_, **more: [[sample]]*2)
+    monkeypatch.setattr('alpaca_farm.train.answers.generate', lambda *_, **more: [[sample]]*2)
     records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
     prompts = encode_prompts(records, tokenizer)
     policy = replace(models.policy, tokenizer=tokenizer)

@@ -5,13 +5,12 @@ import torch
 
 import tiny
 from alpaca_farm import dpo, sft
-from alpaca_farm.core.labelled import hold_out, LabelledAnswers, mismatched_rows, read_labels
-from alpaca_farm.core.labelled import reference_logprobs
-from alpaca_farm import dpo
-from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.dpo import DPOConfig, dpo_loss, kto_loss, LOSSES, simpo_loss
+from alpaca_farm.dpo import dpo_loss, DPOConfig, kto_loss, LOSSES, simpo_loss
+from alpaca_farm.model.logprobs import load_policy
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_log, read_summary
+from alpaca_farm.train.labelled import hold_out, LabelledAnswers, mismatched_rows, read_labels
+from alpaca_farm.train.labelled import reference_logprobs
 from tiny import randn, sigmoid
 
 torch.set_num_threads(1)

@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.boards.compare import CompareConfig, _differing_settings
-from alpaca_farm.core.model import loading
-from alpaca_farm.core.model.loading import model_path
-from alpaca_farm.core.run import files, jobs, runs
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.paths import notebooks_folder
-from alpaca_farm.core.run.runs import content_hash, ensure_inputs, read_log, read_signed
-from alpaca_farm.core.run.runs import read_summary, signed
-from alpaca_farm.core.run.settings import Config
+from alpaca_farm.boards.compare import _differing_settings, CompareConfig
+from alpaca_farm.data.records import load_records
+from alpaca_farm.model import loading
+from alpaca_farm.model.loading import model_path
+from alpaca_farm.run import files, jobs, runs
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.paths import notebooks_folder
+from alpaca_farm.run.runs import content_hash, ensure_inputs, read_log, read_signed, read_summary
+from alpaca_farm.run.runs import signed
+from alpaca_farm.run.settings import Config
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
 
@@ -593,7 +593,7 @@ def test_an_error_of_a_file_ends_a_command_with_one_line(base, tmp_path, capsys,
     assert 'cannot write there' in said and said.count('\n') == 1
     def fault(*_, **__): return [][0]
     for broken in (fault, lambda *_, **__: json.loads('{')):
-        monkeypatch.setattr('alpaca_farm.core.data.text.encode', broken)
+        monkeypatch.setattr('alpaca_farm.data.text.encode', broken)
         assert 'Traceback (most recent call last)' in ended('sft', given, capsys)
 
 
@@ -647,7 +647,7 @@ def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monk
     given |= {setting: [*(value or [])[1:], spoiled] if listed else spoiled}
 
     def load(*_, **__): raise AssertionError('a model is loaded')
-    monkeypatch.setattr('alpaca_farm.core.model.models.load_model', load)
+    monkeypatch.setattr('alpaca_farm.model.logprobs.load_model', load)
     with pytest.raises(ValueError, match=rf'{name}\.json.* not valid JSON'):
         tiny.run(notebook, base, tmp_path/'out', **given)
     assert not (tmp_path/'out').exists()

@@ -1,7 +1,7 @@
 """What the notebook's twins do not show: the memory that is held."""
 import torch
 
-from alpaca_farm.core.functional import selected_logprobs
+from alpaca_farm.model.functional import selected_logprobs
 
 torch.set_num_threads(1)
 

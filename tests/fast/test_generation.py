@@ -3,9 +3,9 @@ import torch
 
 import pytest
 
-from alpaca_farm.core.model import generation
-from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.policy import Policy
+from alpaca_farm.model import generation
+from alpaca_farm.model.generation import generate
+from alpaca_farm.model.policy import Policy
 from tiny import family, policy, ragged
 
 torch.set_num_threads(1)

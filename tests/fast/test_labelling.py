@@ -8,14 +8,13 @@ import sys
 import tiny
 import pytest
 
-from alpaca_farm import labelling
-from alpaca_farm import world
-from alpaca_farm.core.data.preferences import PAIR_FIELDS
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.ask.store import Store
-from alpaca_farm.labelling import LabellingConfig, LabellingPage, LabellingQueue, person_labels
-from alpaca_farm.labelling import _person_sees_swapped, _person_summary
+from alpaca_farm import labelling, world
+from alpaca_farm.ask.store import Store
+from alpaca_farm.data.pairs import PAIR_FIELDS
+from alpaca_farm.data.records import load_records
+from alpaca_farm.labelling import _person_sees_swapped, _person_summary, LabellingConfig
+from alpaca_farm.labelling import LabellingPage, LabellingQueue, person_labels
+from alpaca_farm.run.runs import read_summary
 
 SECRETS = dict(generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.],
                preference=2., annotator='SECRET-c')

@@ -4,12 +4,12 @@ import shlex
 import pytest
 
 import tiny
-from alpaca_farm.core.data.formats import ANNOTATOR_FIELDS, as_records
-from alpaca_farm.core.data.shown import describe_columns, learned_texts
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import _write_card, read_summary
+from alpaca_farm.data.formats import ANNOTATOR_FIELDS, as_records
+from alpaca_farm.data.shown import describe_columns, learned_texts
 from alpaca_farm.look_at_data import collect_votes, count_tokens, find_odd, LookAtDataConfig
 from alpaca_farm.look_at_data import read_parts, training_command
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import _write_card, read_summary
 
 LIMITS = dict(max_prompt=60, max_new_tokens=20, max_length=70)
 

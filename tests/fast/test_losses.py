@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core.functional import masked_mean, masked_var
-from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.run.runs import read_log
-from alpaca_farm.core.data.text import rollout_batch
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.online import OnlineConfig, rollout_scores, sample_rollout
+from alpaca_farm.data.records import load_records
+from alpaca_farm.data.text import rollout_batch
+from alpaca_farm.model.functional import masked_mean, masked_var
+from alpaca_farm.model.generation import generate
 from alpaca_farm.overoptimization import standard_marks, standard_reward
+from alpaca_farm.run.runs import read_log
+from alpaca_farm.train.online import OnlineConfig, rollout_scores, sample_rollout
 from alpaca_farm.worlds.folder import World
 
 torch.set_num_threads(1)

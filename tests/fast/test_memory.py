@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 
 from alpaca_farm import sft
 from alpaca_farm.core import training
-from alpaca_farm.core.answers import answering, load_split, sample_answers
-from alpaca_farm.core.model import generation, memory, models as core_models, rewards
-from alpaca_farm.core.model.models import load_policy, load_scalar, response_logprobs
-from alpaca_farm.core.run.runs import read_log
-from alpaca_farm.core.training import Trainer
+from alpaca_farm.model import generation, memory, models as core_models, rewards
+from alpaca_farm.model.logprobs import load_policy, load_scalar, response_logprobs
+from alpaca_farm.run.runs import read_log
+from alpaca_farm.train.answers import answering, load_split, sample_answers
+from alpaca_farm.train.trainer import Trainer
 
 
 def sft_config(base, **more): return tiny.config(sft, **tiny.settings('sft', base, **more))
@@ -140,7 +140,7 @@ def test_four_bits_are_asked_for(base, monkeypatch):
     def load_model(*args, **more):
         seen.update(more)
         raise InterruptedError
-    monkeypatch.setattr('alpaca_farm.core.model.loading.find_spec', found)
+    monkeypatch.setattr('alpaca_farm.model.loading.find_spec', found)
     monkeypatch.setattr(core_models, 'load_model', load_model)
     cfg = sft_config(base, lora_rank=4, quantize=True, device='cpu', dtype='bfloat16')
     for error in (ImportError, InterruptedError):

@@ -8,7 +8,7 @@ from traitlets.config import Config
 
 import tiny
 import outputs
-from alpaca_farm.core.run.files import read_json, write_json
+from alpaca_farm.run.files import read_json, write_json
 from outputs import code_mark, farm_mark, is_slow, notebook_paths, OutputsConfig, save_outputs
 
 RECORD = tiny.ROOT/'nbs'/'outputs.json'

@@ -4,13 +4,13 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import tiny
-import alpaca_farm.core.model.models as core_models
-import alpaca_farm.core.model.packing as core_packing
-from alpaca_farm.core.model.policy import checkpoint_layers
-from alpaca_farm.core.model.models import before, hidden_states, sequence_logprobs
-from alpaca_farm.core.model.packing import attention_window, pack, packed_states, position_wise
-from alpaca_farm.core.model.packing import reads_packed
-from alpaca_farm.core.data.text import collate, rollout_batch
+import alpaca_farm.model.logprobs as core_models
+import alpaca_farm.model.packing as core_packing
+from alpaca_farm.data.text import collate, rollout_batch
+from alpaca_farm.model.logprobs import before, hidden_states, sequence_logprobs
+from alpaca_farm.model.packing import attention_window, pack, packed_states, position_wise
+from alpaca_farm.model.packing import reads_packed
+from alpaca_farm.model.policy import checkpoint_layers
 from tiny import alone, ANSWERS, PROMPTS
 
 torch.set_num_threads(1)

@@ -6,15 +6,15 @@ import torch
 
 import tiny
 from alpaca_farm import quark
-from alpaca_farm.core.answers import AnswerConfig
-from alpaca_farm.core.model.control import add_tokens, prepend_tokens
-from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.models import load_policy, logits_of, logprobs
-from alpaca_farm.core.model.loading import load_tokenizer
-from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.core.data.text import collate, encode_prompts
-from alpaca_farm.quark import quantiles, quark_loss, QuarkConfig, response_terms
-from alpaca_farm.quark import _add_reward_tokens, token_terms
+from alpaca_farm.data.text import collate, encode_prompts
+from alpaca_farm.model.control import add_tokens, prepend_tokens
+from alpaca_farm.model.generation import generate
+from alpaca_farm.model.loading import load_tokenizer
+from alpaca_farm.model.logprobs import load_policy, logits_of, logprobs
+from alpaca_farm.quark import _add_reward_tokens, quantiles, quark_loss, QuarkConfig
+from alpaca_farm.quark import response_terms, token_terms
+from alpaca_farm.run.runs import read_log, read_summary
+from alpaca_farm.train.answers import AnswerConfig
 from tiny import randn
 
 torch.set_num_threads(1)

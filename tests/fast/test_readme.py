@@ -15,9 +15,9 @@ import yaml
 from papermill import inspect_notebook
 
 import tiny
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.run.settings import refuse_unknown
+from alpaca_farm.data.records import load_records
+from alpaca_farm.run.runs import read_summary
+from alpaca_farm.run.settings import refuse_unknown
 
 PAGES = {p.name: p.read_text()
          for p in (tiny.ROOT/'README.md', *sorted((tiny.ROOT/'nbs').glob('*.md')))}

@@ -5,9 +5,9 @@ import pytest
 import tiny
 import yaml
 
-from alpaca_farm.core.run.runs import methods, recipes
-from alpaca_farm.core.run.settings import as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
+from alpaca_farm.run.runs import methods, recipes
+from alpaca_farm.run.settings import as_type
 from tiny import config_class as config_of
 
 RECIPES = tiny.ROOT/'nbs'/'recipes'
@@ -108,7 +108,7 @@ def test_the_table_of_runs_and_the_farm_give_settings_that_exist():
 
 def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     "The reward model of a judge needs that judge's labels, no default of its notebook."
-    from alpaca_farm.core.run import runs as build
+    from alpaca_farm.run import runs as build
     made = []
 
     def start(notebook, out, settings):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import tiny
-from alpaca_farm.core.run.files import read_json
+from alpaca_farm.run.files import read_json
 
 NBS = tiny.ROOT/'nbs'
 PATHS = sorted(p for p in (*NBS.rglob('*.ipynb'), *NBS.glob('*.md'), tiny.ROOT/'README.md')

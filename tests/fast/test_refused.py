@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 import tiny
-from alpaca_farm.core.run.runs import read_log
-from alpaca_farm.core.training import Trainer
+from alpaca_farm.run.runs import read_log
+from alpaca_farm.train.trainer import Trainer
 from alpaca_farm.world import LENGTH
 
 POOL = 'alpaca_farm.world:pool'

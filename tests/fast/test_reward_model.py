@@ -10,19 +10,19 @@ from transformers import AutoModelForSequenceClassification
 
 import tiny
 from alpaca_farm import reward_model as rm
-from alpaca_farm.core.data.preferences import answer_of
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.data.text import collate, encode_prompts, encode_responses
-from alpaca_farm.core.model.policy import Policy
-from alpaca_farm.core.model.models import answer_states, hidden_states, load_policy, load_scalar
-from alpaca_farm.core.model.models import values, response_logprobs, sequence_scores
-from alpaca_farm.core.model.rewards import label_count, reward, score_records
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, Run
-from alpaca_farm.worlds.embedded.criteria import utility
+from alpaca_farm.data.pairs import answer_of
+from alpaca_farm.data.records import load_records
+from alpaca_farm.data.text import collate, encode_prompts, encode_responses
 from alpaca_farm.judging.judges import RewardJudge
+from alpaca_farm.model.logprobs import answer_states, hidden_states, load_policy, load_scalar
+from alpaca_farm.model.logprobs import response_logprobs, sequence_scores, values
+from alpaca_farm.model.policy import Policy
+from alpaca_farm.model.rewards import label_count, reward, score_records
 from alpaca_farm.ppo import PPOConfig, value_model
 from alpaca_farm.reward_model import pairwise_loss, RewardModelConfig
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_log, Run
+from alpaca_farm.worlds.embedded.criteria import utility
 from tiny import randn, sigmoid
 
 torch.set_num_threads(1)

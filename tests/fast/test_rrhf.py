@@ -8,14 +8,13 @@ import torch
 
 import tiny
 from alpaca_farm import rrhf
-from alpaca_farm.core.data.records import LISTS, merge_candidates, _read_candidates
-from alpaca_farm.core.data.records import select_candidates
-from alpaca_farm.core.data.formats import as_records
-from alpaca_farm.core.model.models import load_policy, logprobs
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, read_summary, Run
-from alpaca_farm.core.data.text import collate, decode, encode_responses
+from alpaca_farm.data.formats import as_records
+from alpaca_farm.data.records import _read_candidates, LISTS, merge_candidates, select_candidates
+from alpaca_farm.data.text import collate, decode, encode_responses
+from alpaca_farm.model.logprobs import load_policy, logprobs
 from alpaca_farm.rrhf import rrhf_batch, rrhf_loss, rrhf_step, RRHFConfig
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_log, read_summary, Run
 from tiny import randn, write
 
 torch.set_num_threads(1)

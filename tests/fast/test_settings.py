@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
-from alpaca_farm.core.run import paths
-from alpaca_farm.core.run.settings import field_comments, from_args, no_secrets, TrainConfig
+from alpaca_farm.run import paths
+from alpaca_farm.run.settings import field_comments, from_args, no_secrets, TrainConfig
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'ppo', 'rrhf')
 QUICK = dict(deadline=None, phases=[Phase.generate], database=None, derandomize=True,
@@ -34,7 +34,7 @@ def classes(): return [tiny.config_class(n) for n in NOTEBOOKS]
 @pytest.mark.slow
 @pytest.mark.parametrize('on_the_command_line', [False, True])
 def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_the_command_line):
-    monkeypatch.setattr('alpaca_farm.core.run.settings.field_comments',
+    monkeypatch.setattr('alpaca_farm.run.settings.field_comments',
                         functools.cache(field_comments))
     sys.stderr.reconfigure(errors='backslashreplace')   # as it is outside of tests
     @settings(max_examples=400 if on_the_command_line else 1000, **QUICK)
@@ -171,7 +171,7 @@ KEYS += ['aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B', 'aB3dEf6hIj/lMn2pQr+tUvWx0y1z2A3BcD
 
 @pytest.mark.parametrize('key', KEYS)
 def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
-    from alpaca_farm.core.ask.client import ApiConfig
+    from alpaca_farm.ask.client import ApiConfig
     for given in (dict(tracker=key), dict(out=key), dict(seed=key), dict(dtype=key),
                   dict(base_url=f'http://localhost/v1?api_key={key}'),
                   dict(models=[f'gpt-4.1={key}'])):
@@ -228,8 +228,8 @@ def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatc
 
 def test_a_mistyped_path_is_named(elsewhere):
     "At once, or when it is read where it could be a name on the hub."
-    from alpaca_farm.core.data.records import load_records
-    from alpaca_farm.core.model.loading import model_config
+    from alpaca_farm.data.records import load_records
+    from alpaca_farm.model.loading import model_config
     from alpaca_farm.sft import SFTConfig
     for call in (lambda: load_records('rnus/world', 'eval'), lambda: model_config('rnus/world'),
                  lambda: SFTConfig(data='rnus/world/x')):
@@ -240,7 +240,7 @@ def test_a_mistyped_path_is_named(elsewhere):
 def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, monkeypatch):
     "A fresh checkout: the world alone would take minutes."
     from alpaca_farm import dpo, ppo
-    from alpaca_farm.core.run import runs as build
+    from alpaca_farm.run import runs as build
     built, data = [], str(base/'world')
     monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
     (elsewhere/'half').mkdir()
@@ -275,7 +275,7 @@ WAYS = dict(python=lambda cls, given: cls(**given), command=by_command, papermil
 def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkeypatch, way):
     "Beside a model from elsewhere, whose run would not take the embedded world by itself."
     from alpaca_farm.best_of_n import BestOfNConfig
-    from alpaca_farm.core.run import runs as build
+    from alpaca_farm.run import runs as build
     from alpaca_farm.dpo import DPOConfig
     shutil.copytree(base/'sft'/'model', elsewhere/'mine')
     monkeypatch.setattr(build, 'build', lambda *_, **__: None)
@@ -297,8 +297,8 @@ def test_a_list_is_its_words_or_stands_in_brackets(words):
 
 
 def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch):
-    from alpaca_farm.core.run.settings import Config
-    from alpaca_farm.core.model.loading import device_of
+    from alpaca_farm.run.settings import Config
+    from alpaca_farm.model.loading import device_of
     monkeypatch.setattr('torch.backends.mps.is_available', lambda: True)
     assert device_of(Config(device='mps')).type == 'mps'
     monkeypatch.setattr('torch.backends.mps.is_available', lambda: False)
@@ -306,7 +306,7 @@ def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch):
 
 
 def test_what_a_users_module_needs_is_named(elsewhere):
-    from alpaca_farm.core.run.settings import resolve
+    from alpaca_farm.run.settings import resolve
     (elsewhere/'my_judge.py').write_text('import not_installed_anywhere')
     with pytest.raises(ModuleNotFoundError, match='not_installed_anywhere'):
         resolve('my_judge:judge')
@@ -315,7 +315,7 @@ def test_what_a_users_module_needs_is_named(elsewhere):
 
 def test_a_rebuilt_run_is_not_tracked_again_and_git_need_not_be_there(monkeypatch):
     from alpaca_farm import sft
-    from alpaca_farm.core.run import runs
+    from alpaca_farm.run import runs
     def missing(*_, **__): raise FileNotFoundError(2, 'No such file or directory', 'git')
     monkeypatch.setattr(runs.subprocess, 'run', missing)
     cfg = sft.SFTConfig(out='runs/a', tracker='tensorboard', epochs=2)
@@ -325,8 +325,8 @@ def test_a_rebuilt_run_is_not_tracked_again_and_git_need_not_be_there(monkeypatc
 
 def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch):
     import huggingface_hub
-    from alpaca_farm.core.run.runs import content_hash
-    from alpaca_farm.core.model.models import load_policy
+    from alpaca_farm.run.runs import content_hash
+    from alpaca_farm.model.logprobs import load_policy
     from alpaca_farm.sft import SFTConfig
     cache, commit = elsewhere/'cache'/'models--ann--policy', '9f'*20
     shutil.copytree(base/'sft'/'model', cache/'snapshots'/commit)
@@ -365,10 +365,10 @@ def installed(tmp_path_factory):
 def test_the_wheel_works_without_a_checkout(installed, tmp_path):
     code = '''
 from pathlib import Path
-from alpaca_farm.judging.prompts import judge_config_file
-from alpaca_farm.core.run.paths import at_root, notebook_path, notebooks_folder
-from alpaca_farm.core.run.runs import recipe
 from alpaca_farm.farm import FarmConfig
+from alpaca_farm.judging.prompts import judge_config_file
+from alpaca_farm.run.paths import at_root, notebook_path, notebooks_folder
+from alpaca_farm.run.runs import recipe
 assert notebooks_folder() == Path(SITE)/'alpaca_farm'/'nbs', notebooks_folder()
 assert recipe('runs/sft') == ('sft', {}) and FarmConfig(size='quick')
 assert notebook_path('best_of_n').is_file() and at_root('runs/a') == Path.cwd()/'runs'/'a'

@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from alpaca_farm.core import stats
-from alpaca_farm.core.data.preferences import hash_uniform
+from alpaca_farm.data.pairs import hash_uniform
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 recorded = pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='no recorded verdicts')
@@ -45,7 +45,7 @@ def test_pandalms_people():
 
 def test_a_coin_is_the_same_in_every_process():
     "No salted hash is involved."
-    code = ('from alpaca_farm.core.data.preferences import hash_uniform\n'
+    code = ('from alpaca_farm.data.pairs import hash_uniform\n'
             'print(repr(hash_uniform(3, "flip", "é", 1.5)))')
     said = [subprocess.check_output([sys.executable, '-c', code], text=True) for _ in range(2)]
     assert set(said) == {f"{hash_uniform(3, 'flip', 'é', 1.5)!r}\n"}

@@ -13,24 +13,22 @@ from transformers import (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassif
 
 import tiny
 from alpaca_farm import dpo, sft
-from alpaca_farm.core.answers import sample_answers, SampleConfig
-from alpaca_farm.core.model.writer import label_tokens
-from alpaca_farm.core.data.dialogues import turns_text
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.model.control import set_control_prefix
-from alpaca_farm.core.model.policy import Policy
-from alpaca_farm.core.model.generation import generate, Sample
-from alpaca_farm.core.model.loading import model_path
-from alpaca_farm.core.model.models import load_policy, load_scalar
-from alpaca_farm.core.model.loading import load_tokenizer
-from alpaca_farm.core.model.rewards import score_records
-from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.data.text import build_prompt, check_positions, decode, encode
-from alpaca_farm.core.data.text import encode_prompts, encode_responses, end_token, end_tokens
-from alpaca_farm.core.data.text import set_template_arguments
-from alpaca_farm.core.run.settings import Config
+from alpaca_farm.data.dialogues import turns_text
+from alpaca_farm.data.text import build_prompt, check_positions, decode, encode, encode_prompts
+from alpaca_farm.data.text import encode_responses, end_token, end_tokens, set_template_arguments
 from alpaca_farm.judging.judges import load_evaluators, LocalJudge
+from alpaca_farm.model.control import set_control_prefix
+from alpaca_farm.model.generation import generate, Sample
+from alpaca_farm.model.loading import load_tokenizer, model_path
+from alpaca_farm.model.logprobs import load_policy, load_scalar
+from alpaca_farm.model.policy import Policy
+from alpaca_farm.model.rewards import score_records
+from alpaca_farm.model.writer import label_tokens
 from alpaca_farm.rrhf import _candidate_tokens
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_summary
+from alpaca_farm.run.settings import Config
+from alpaca_farm.train.answers import sample_answers, SampleConfig
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -425,7 +423,7 @@ def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypa
     query = dict(record, output=['the words'], ended=[True])
     assert _candidate_tokens(query, tokenizer) == [answer]
     samples = lambda *given, **how: [[Sample(answer, [0.] * len(answer), True)]]
-    monkeypatch.setattr('alpaca_farm.core.answers.generate', samples)
+    monkeypatch.setattr('alpaca_farm.train.answers.generate', samples)
     said, = sample_answers(Policy(None, tokenizer), [record], SampleConfig(max_prompt=99))
     assert said['output'] == ['the words']
 
@@ -628,6 +626,6 @@ def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
 
 def test_a_gguf_file_without_the_extra_is_refused(tmp_path, monkeypatch):
     (tmp_path/'some.gguf').write_bytes(b'GGUF')
-    monkeypatch.setattr('alpaca_farm.core.model.loading.find_spec', lambda name: None)
+    monkeypatch.setattr('alpaca_farm.model.loading.find_spec', lambda name: None)
     with pytest.raises(ImportError, match=r'some\.gguf.* extra gguf'):
         model_path(str(tmp_path/'some.gguf'))

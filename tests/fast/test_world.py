@@ -8,17 +8,15 @@ import pytest
 from hypothesis import given
 
 from alpaca_farm import world
-from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree, variance
+from alpaca_farm.judging.judges import read_judge
+from alpaca_farm.judging.stats import off_diagonal_mean, two_votes_agree, variance
+from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.worlds.embedded import crowd
-from alpaca_farm.worlds.embedded.authors import Author, contested, details, EXPERT
-from alpaca_farm.worlds.embedded.authors import sayings
+from alpaca_farm.worlds.embedded.authors import Author, contested, details, EXPERT, sayings
 from alpaca_farm.worlds.embedded.criteria import marks, QUALITY, utility
-from alpaca_farm.worlds.embedded.grammar import AFTER, KINDS, render, request_of
-from alpaca_farm.worlds.embedded.grammar import sample_request
+from alpaca_farm.worlds.embedded.grammar import AFTER, KINDS, render, request_of, sample_request
 from alpaca_farm.worlds.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
 from alpaca_farm.worlds.embedded.prose import describe, talk
-from alpaca_farm.judging.judges import read_judge
 from alpaca_farm.worlds.folder import read_world
 
 PHRASE = [phrase for phrases in PHRASES.values() for phrase in phrases]

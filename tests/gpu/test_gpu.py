@@ -3,13 +3,13 @@ import pytest
 import tiny
 import torch
 from alpaca_farm import sft
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.data.text import encode_prompts
-from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.run.execution import run_job, start_process
-from alpaca_farm.core.run.paths import notebooks_folder
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.data.records import load_records
+from alpaca_farm.data.text import encode_prompts
+from alpaca_farm.model.generation import generate
+from alpaca_farm.model.logprobs import load_policy
+from alpaca_farm.run.execution import run_job, start_process
+from alpaca_farm.run.paths import notebooks_folder
+from alpaca_farm.run.runs import read_log, read_summary
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='there is no GPU')
 METHODS = 'sft', 'reward_model', 'dpo', 'ppo'

@@ -13,17 +13,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from alpaca_farm import ppo, reward_model, sft
-from alpaca_farm.core.model.policy import add_adapter, base_of, lora_config, merge, own_weights
-from alpaca_farm.core.model.policy import Policy
-from alpaca_farm.core.model.loading import load_model
-from alpaca_farm.core.model.models import hidden_states, load_policy, load_reference, load_scalar
-from alpaca_farm.core.model.models import logprobs, sequence_logprobs
-from alpaca_farm.core.model.packing import reads_packed
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.settings import HardwareConfig as config_of
-from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.data.text import collate
-from alpaca_farm.core.training import Trainer
+from alpaca_farm.data.text import collate
+from alpaca_farm.model.loading import load_model
+from alpaca_farm.model.logprobs import hidden_states, load_policy, load_reference, load_scalar
+from alpaca_farm.model.logprobs import logprobs, sequence_logprobs
+from alpaca_farm.model.packing import reads_packed
+from alpaca_farm.model.policy import add_adapter, base_of, lora_config, merge, own_weights, Policy
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_summary
+from alpaca_farm.run.settings import HardwareConfig as config_of
+from alpaca_farm.train.trainer import Trainer
 
 LORA = dict(lora_rank=4, device='cpu')
 
@@ -90,7 +89,7 @@ def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
     assert merged.adapter is None
     assert torch.equal(sequence_logprobs(merged, batch), sequence_logprobs(adapter, batch))
     unmerged = load_policy(cfg.policy, cfg, train=True)
-    from alpaca_farm.core.model.policy import load_adapter
+    from alpaca_farm.model.policy import load_adapter
     load_adapter(unmerged, tmp_path/'sft/adapter')
     torch.testing.assert_close(sequence_logprobs(unmerged, batch),
                                sequence_logprobs(merged, batch), rtol=1e-4, atol=1e-4)
@@ -334,7 +333,7 @@ def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
 
 def test_expert_iteration_trains_adapters(base, tmp_path, monkeypatch):
     from alpaca_farm import expert_iteration
-    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.run.jobs.run_jobs', tiny.run_here)
     cfg = config('expert_iteration', base, out=str(tmp_path/'expert'), rounds=2)
     expert_iteration.train(cfg)
     assert base_of(tmp_path/'expert/round_1/sft/adapter').endswith('sft/model')

@@ -12,11 +12,11 @@ import pytest
 
 import tiny
 from alpaca_farm.annotators import annotate_pairs, run
+from alpaca_farm.ask.store import Store
+from alpaca_farm.data.dialogues import full_instruction
 from alpaca_farm.judging.judges import api_clients, load_annotators
-from alpaca_farm.core.ask.store import Store
 from alpaca_farm.judging.pools import draw_annotator
-from alpaca_farm.core.data.dialogues import full_instruction
-from alpaca_farm.core.run.files import read_json
+from alpaca_farm.run.files import read_json
 from asking import annotation, key, labels, pairs, prices, summary, weights_of
 from judge_server import judge_server
 

@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny
-from alpaca_farm.core.model import loading
-from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.models import hidden_states, load_policy
-from alpaca_farm.core.model.packing import reads_packed, _register_rows
-from alpaca_farm.core.run.settings import HardwareConfig
-from alpaca_farm.core.data.text import collate
+from alpaca_farm.data.text import collate
+from alpaca_farm.model import loading
+from alpaca_farm.model.generation import generate
+from alpaca_farm.model.logprobs import hidden_states, load_policy
+from alpaca_farm.model.packing import _register_rows, reads_packed
+from alpaca_farm.run.settings import HardwareConfig
 from tiny import alone, ANSWERS, PROMPTS
 
 BATCH = collate(PROMPTS, ANSWERS, 0)

@@ -4,9 +4,9 @@ import functools
 import pytest
 import torch
 
-from alpaca_farm.core.functional import token_logprobs
-from alpaca_farm.core.model.beams import beam_search
-from alpaca_farm.core.model.policy import Policy
+from alpaca_farm.model.beams import beam_search
+from alpaca_farm.model.functional import token_logprobs
+from alpaca_farm.model.policy import Policy
 from tiny import family, ragged
 
 torch.set_num_threads(1)

@@ -12,10 +12,10 @@ import nbformat
 import pytest
 
 import tiny
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log
-from alpaca_farm.core.ask.store import Store
+from alpaca_farm.ask.store import Store
 from alpaca_farm.labelling import person_labels
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_log
 
 playwright = pytest.importorskip('playwright.sync_api', reason='pip install -e .[browser]')
 playwright.expect.set_options(timeout=1000*tiny.LONG)

@@ -15,9 +15,9 @@ import pytest
 
 import tiny
 from alpaca_farm.annotators import run
+from alpaca_farm.ask.client import ApiClient, ApiConfig, ask
+from alpaca_farm.ask.store import request_key, Store
 from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
-from alpaca_farm.core.ask.client import ApiClient, ApiConfig, ask
-from alpaca_farm.core.ask.store import request_key, Store
 from asking import annotation, KEY, key, prices, summary
 from judge_server import judge_server
 
@@ -25,7 +25,7 @@ from judge_server import judge_server
 @pytest.fixture
 def server(monkeypatch, tmp_path):
     "And no store among the project's runs."
-    monkeypatch.setattr('alpaca_farm.core.ask.client.at_root', lambda path: tmp_path/path)
+    monkeypatch.setattr('alpaca_farm.ask.client.at_root', lambda path: tmp_path/path)
     with judge_server() as server: yield server
 
 
@@ -262,7 +262,7 @@ def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
 def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path, number):
     "A run that this one needs, in a process of its own, which may outlive this one for that."
     code = """
-import sys; from alpaca_farm.core.run.runs import build
+import sys; from alpaca_farm.run.runs import build
 build('annotators', **eval(sys.argv[1]))
 """
     with judge_server(hold=0) as server:

@@ -9,8 +9,8 @@ import torch
 import course
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.run.files import read_json
+from alpaca_farm.model.logprobs import load_policy
+from alpaca_farm.run.files import read_json
 
 
 def single(base, tmp_path):

@@ -9,10 +9,10 @@ import pytest
 
 import tiny
 from alpaca_farm import decide
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.run.runs import read_summary, recipes
+from alpaca_farm.data.records import load_records
 from alpaca_farm.decide import DecideConfig
+from alpaca_farm.run.files import read_json, write_json
+from alpaca_farm.run.runs import read_summary, recipes
 from alpaca_farm.worlds.folder import World
 
 JUDGE = """
@@ -33,7 +33,7 @@ def mine(base, tmp_path_factory):
     (folder/'two_judges.py').write_text(JUDGE)
     sys.path.insert(0, str(folder))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
+        patch.setattr('alpaca_farm.run.jobs.run_jobs', tiny.run_here)
         yield dict(model=str(base/'sft'), prompts=str(folder/'prompts.json'),
                    judge='two_judges:longest', labels='two_judges:longest', budget=60,
                    methods=['best_of_n', 'dpo'], out=str(folder/'decide'),

@@ -6,10 +6,10 @@ import pytest
 
 import tiny
 from alpaca_farm import best_of_n, expert_iteration
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.expert_iteration import ExpertIterationConfig, _round_jobs
+from alpaca_farm.data.records import load_records
+from alpaca_farm.expert_iteration import _round_jobs, ExpertIterationConfig
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_log, read_summary
 
 
 def config(base, **more):
@@ -28,7 +28,7 @@ def chain(base, tmp_path_factory):
     out = str(tmp_path_factory.mktemp('chain')/'expert')
     cfg = config(base, out=out, rounds=2, n=3, max_instances=12)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
+        patch.setattr('alpaca_farm.run.jobs.run_jobs', tiny.run_here)
         expert_iteration.train(cfg)
     return cfg
 
@@ -75,7 +75,7 @@ def test_what_it_leaves(chain):
 
 
 def test_nothing_is_done_twice(chain, monkeypatch):
-    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.run.jobs.run_jobs', tiny.run_here)
     assert expert_iteration.train(chain).done
     Path(chain.out, 'summary.json').unlink()
     def state():
@@ -93,7 +93,7 @@ def test_a_failed_round_says_why(base, tmp_path, monkeypatch):
     cfg = config(base, out=str(tmp_path/'e'))
     for name in ('reward', 'load_policy'):
         monkeypatch.setattr(expert_iteration, name, lambda *_: loaded.append(1))
-    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', lambda *_: ['round_1/sft: it broke'])
+    monkeypatch.setattr('alpaca_farm.run.jobs.run_jobs', lambda *_: ['round_1/sft: it broke'])
     with pytest.raises(RuntimeError, match='it broke'):
         expert_iteration.train(cfg)
     assert not read_summary(cfg.out)
@@ -101,7 +101,7 @@ def test_a_failed_round_says_why(base, tmp_path, monkeypatch):
 
 
 def test_few_prompts_are_shared_by_the_rounds(base, tmp_path, monkeypatch):
-    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', lambda *_: ['it played'])
+    monkeypatch.setattr('alpaca_farm.run.jobs.run_jobs', lambda *_: ['it played'])
     prompts = len(load_records(str(base/'world'), 'unlabeled'))
     for rounds, share in (2, 20), (4, prompts//4):
         cfg = config(base, out=str(tmp_path/f'{rounds}'), rounds=rounds, max_instances=20)

@@ -9,14 +9,14 @@ from tokenizers import processors
 
 import tiny
 from alpaca_farm import dpo, ppo, reward_model, sft
-from alpaca_farm.core.functional import token_logprobs
-from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.policy import own_weights, Policy
-from alpaca_farm.core.model.models import values, hidden_states, load_policy, load_scalar
-from alpaca_farm.core.model.models import logprobs, sequence_logprobs, sequence_scores
-from alpaca_farm.core.model.rewards import reward
-from alpaca_farm.core.data.text import collate, encode, rollout_batch
-from alpaca_farm.core.training import answer_batch
+from alpaca_farm.data.text import collate, encode, rollout_batch
+from alpaca_farm.model.functional import token_logprobs
+from alpaca_farm.model.generation import generate
+from alpaca_farm.model.logprobs import hidden_states, load_policy, load_scalar, logprobs
+from alpaca_farm.model.logprobs import sequence_logprobs, sequence_scores, values
+from alpaca_farm.model.policy import own_weights, Policy
+from alpaca_farm.model.rewards import reward
+from alpaca_farm.train.trainer import answer_batch
 
 torch.set_num_threads(1)
 logging.getLogger('transformers').setLevel(logging.ERROR)
@@ -224,7 +224,7 @@ def test_a_model_of_another_kind_is_refused_by_name(tmp_path):
 
 def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, monkeypatch):
     "Mamba's cache is another; it can be read, so that it can become a reward model."
-    monkeypatch.setattr('alpaca_farm.core.training.Trainer.update', lambda *_: 1/0)
+    monkeypatch.setattr('alpaca_farm.train.trainer.Trainer.update', lambda *_: 1/0)
     for module, more in ((sft, {}), (dpo, dict(preferences=f'{data()}/preferences.json'))):
         with pytest.raises(ValueError, match='MambaForCausalLM takes no past_key_values'):
             module.train(tiny.config(module, policy=checkpoint('mamba'), data=data(),

@@ -13,17 +13,16 @@ from scipy.special import stdtrit
 
 import tiny
 from alpaca_farm import farm, world
-from alpaca_farm.annotators import AnnotatorsConfig
-from alpaca_farm.judging.judges import load_annotators
-from alpaca_farm.boards.simulation import _correlations, _method_differences, method_groups
-from alpaca_farm.boards.simulation import _separation, _simulation_table
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run import jobs, progress, runs
-from alpaca_farm.core.run.runs import methods, read_log, read_summary
-from alpaca_farm.core.stats import spearman
+from alpaca_farm.annotators import AnnotatorsConfig, flip_share
+from alpaca_farm.boards.simulation import _correlations, _method_differences, _separation
+from alpaca_farm.boards.simulation import _simulation_table, method_groups
+from alpaca_farm.data.records import load_records
 from alpaca_farm.farm import farm_jobs, FarmConfig, population, RUNS
+from alpaca_farm.judging.judges import load_annotators
+from alpaca_farm.judging.stats import spearman
+from alpaca_farm.run import jobs, progress, runs
+from alpaca_farm.run.runs import methods, read_log, read_summary
 from alpaca_farm.worlds.folder import World
-from alpaca_farm.annotators import flip_share
 
 COLUMNS = ('simulated', 'crowd', 'transfer')
 
@@ -153,7 +152,7 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(base, tmp_path):
     "None of two runs outlives the process that starts them."
     folders = [str(tmp_path/name) for name in ('one', 'two')]
     given = tiny.settings('sft', base, epochs=12, checkpoint_every=5, val_split='', eval_split='')
-    script = ('from alpaca_farm.core.run.jobs import Job, run_jobs\n'
+    script = ('from alpaca_farm.run.jobs import Job, run_jobs\n'
               f'print(run_jobs([Job(f, "sft", {given!r}) for f in {folders!r}], 2))')
     command = [sys.executable, '-c', script]
     parent = tiny.spawn(command)
@@ -172,7 +171,7 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(base, tmp_path):
 
 HOLDER = '''
 import pathlib, signal, sys
-from alpaca_farm.core.run.runs import _lock
+from alpaca_farm.run.runs import _lock
 _lock(pathlib.Path(sys.argv[1]))
 print(1, flush=True)
 signal.pause()   # until it is killed
@@ -256,7 +255,7 @@ def test_a_run_that_ends_is_told_where_there_is_no_terminal(base, tmp_path):
     import nbformat
     given = tiny.settings('annotators', base)
     table = {str(tmp_path/'labels'): given, str(tmp_path/'none'): given | dict(outputs='')}
-    code = ('from alpaca_farm.core.run.jobs import Job, run_jobs\n'
+    code = ('from alpaca_farm.run.jobs import Job, run_jobs\n'
             f'run_jobs([Job(f, "annotators", given) for f, given in {table!r}.items()], 1, "toys")')
     cells = [nbformat.v4.new_code_cell(code)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path/'a.ipynb')

@@ -9,9 +9,9 @@ import pytest
 
 import tiny
 from alpaca_farm import farm
-from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.run.runs import methods, read_summary
 from alpaca_farm.farm import farm_jobs, FarmConfig
+from alpaca_farm.run.files import read_json, write_json
+from alpaca_farm.run.runs import methods, read_summary
 
 SIZES = dict(sft=800, preference=60, unlabeled=40, val=10, eval=20)
 
@@ -33,7 +33,7 @@ def sums(no_runs, tmp_path_factory):
 
 def test_a_world_of_one_file_runs_on_the_whole_farm(sums, monkeypatch, capsys):
     monkeypatch.setattr(farm, 'run_jobs', lambda jobs, **_: tiny.run_here(jobs))
-    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.run.jobs.run_jobs', tiny.run_here)
     (sums/'tiny.json').write_text(json.dumps(tiny.FARM))
     cfg = FarmConfig(world=str(sums/'world'), size=str(sums/'tiny.json'), device='cpu')
     run = farm.run(cfg)

@@ -12,7 +12,7 @@ import pytest
 import hub_server
 from judge_server import serve
 import tiny
-from alpaca_farm.core.run.runs import content_hash
+from alpaca_farm.run.runs import content_hash
 from alpaca_farm.sft import SFTConfig
 
 PAIR = dict(instruction='Name one.', input='', output_1='A.', output_2='B.', preference=2)
@@ -63,7 +63,7 @@ REPOSITORIES = {
 
 CODE = '''
 import json, os, sys
-from alpaca_farm.core.data.records import load_records
+from alpaca_farm.data.records import load_records
 out = []
 for case in json.loads(sys.argv[1]):
     try: out.append(load_records(*case))
@@ -181,12 +181,12 @@ def test_a_setting_names_a_configuration():
 def test_a_method_learns_from_a_configuration(base, tmp_path, monkeypatch):
     "Preferences and instructions of the hub go through a whole run."
     from alpaca_farm import dpo
-    from alpaca_farm.core.data.records import find_file
+    from alpaca_farm.data.records import find_file
     asked = []
     def fetch(spec, names):
         asked.append((spec, *names))
         return find_file(str(base/('annotators' if 'preference' in spec else 'world')), *names)
-    monkeypatch.setattr('alpaca_farm.core.data.records._hub_file', fetch)
+    monkeypatch.setattr('alpaca_farm.data.records._hub_file', fetch)
     given = tiny.settings('dpo', base, out=str(tmp_path/'dpo'), data=FARM,
                           preferences=f'{FARM}:alpaca_human_preference')
     run = dpo.train(dpo.DPOConfig(**given))

@@ -4,7 +4,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.run.runs import read_log
 
 torch.set_num_threads(1)
 

@@ -14,12 +14,11 @@ import pytest
 import yaml
 
 import tiny
-from alpaca_farm.judging.judges import load_annotators
-from alpaca_farm.core.ask.client import ApiConfig
-from alpaca_farm.core.ask.protocol import cost, price_list
-from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.judges import break_control_tokens, judge_request, load_evaluators
-from alpaca_farm.judging.judges import parse_verdicts
+from alpaca_farm.ask.client import ApiConfig
+from alpaca_farm.ask.protocol import cost, price_list
+from alpaca_farm.ask.store import Store
+from alpaca_farm.judging.judges import break_control_tokens, judge_request, load_annotators
+from alpaca_farm.judging.judges import load_evaluators, parse_verdicts
 from alpaca_farm.judging.parsers import PARSERS
 from asking import key, longer, models_of, pairs as pairs_of
 from judge_server import judge_server

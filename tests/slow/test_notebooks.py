@@ -9,16 +9,16 @@ import pytest
 import tiny
 from alpaca_farm import farm
 from alpaca_farm.boards.farm_board import short_board
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.paths import notebook_path
-from alpaca_farm.core.run import execution
-from alpaca_farm.core.run.execution import is_needed
-from alpaca_farm.core.run.jobs import Job, run_jobs
-from alpaca_farm.core.run.runs import methods, read_log, read_summary
+from alpaca_farm.run import execution
+from alpaca_farm.run.execution import is_needed
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.jobs import Job, run_jobs
+from alpaca_farm.run.paths import notebook_path
+from alpaca_farm.run.runs import methods, read_log, read_summary
 
 NBS = tiny.ROOT/'nbs'
 RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb'))
-            if not {'core', 'studies', 'recipes', '.ipynb_checkpoints'} & {*p.parts[len(NBS.parts):]}]
+            if not {*tiny.SHARED, 'studies', 'recipes', '.ipynb_checkpoints'} & {*p.parts[len(NBS.parts):]}]
 # notebooks without a run, which nbdev_test executes
 SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]
 # notebooks that the farm runs, with the run that shows each: of several methods the first
@@ -254,7 +254,7 @@ LACKING = dict(  # the settings under which a method's run has the fewest figure
 @pytest.mark.parametrize('name', LACKING)
 def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     "The cells after the settings need no figure that can be left out, and read no other run."
-    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.run.jobs.run_jobs', tiny.run_here)
     given = tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]
     shown = tiny.show_results(name, tiny.config(name, **given))
     assert len(shown) > 1

@@ -8,14 +8,14 @@ import torch
 
 import tiny
 from alpaca_farm import overoptimization
-from alpaca_farm.core.model.policy import Policy
-from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core import online
-from alpaca_farm.core.online import CheckpointSelector, OnlineConfig
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.model.logprobs import load_policy
+from alpaca_farm.model.policy import Policy
 from alpaca_farm.overoptimization import OverConfig
 from alpaca_farm.ppo import PPOConfig, value_model
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_log, read_summary
+from alpaca_farm.train.online import CheckpointSelector, OnlineConfig
 from tiny import randn
 
 torch.set_num_threads(1)
@@ -97,9 +97,9 @@ def answered(base, tmp_path_factory):
 
 
 def test_answers_are_sampled_with_settings_of_their_own(base, answered):
-    from alpaca_farm.core.answers import AnswerConfig, answering, sample_answers
-    from alpaca_farm.core.data.records import load_records
-    from alpaca_farm.core.model.models import load_policy
+    from alpaca_farm.train.answers import AnswerConfig, answering, sample_answers
+    from alpaca_farm.data.records import load_records
+    from alpaca_farm.model.logprobs import load_policy
     cfg = answering(AnswerConfig(**tiny.SAMPLING, eval_temperature=0.))
     expected = sample_answers(load_policy(str(answered), cfg),
                               load_records(str(base/'world'), 'eval', n=10), cfg)
@@ -141,8 +141,8 @@ def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypa
 
 def test_a_trainer_is_torchs_adam(tmp_path):
     "Five updates by the settings of a run, in float64."
-    from alpaca_farm.core.run.runs import start
-    from alpaca_farm.core.training import Trainer
+    from alpaca_farm.run.runs import start
+    from alpaca_farm.train.trainer import Trainer
     from alpaca_farm.sft import SFTConfig
     cfg = SFTConfig(out=str(tmp_path/'adam'), adam_eps=1e-3, learning_rate=.1, warmup=0.,
                     lr_schedule='constant', betas=[.9, .99], weight_decay=0., max_grad_norm=0.,

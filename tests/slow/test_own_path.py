@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 
 import tiny
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run import execution
-from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.run.paths import notebook_path
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.data.records import load_records
+from alpaca_farm.run import execution
+from alpaca_farm.run.files import read_json, write_json
+from alpaca_farm.run.paths import notebook_path
+from alpaca_farm.run.runs import read_summary
 
 README = (tiny.ROOT/'README.md').read_text()
 BLOCK = re.search(r'## Your own model.*?```\n(.*?)```', README, re.S)[1]
@@ -45,7 +45,7 @@ def project(base, tmp_path, monkeypatch):
     own = dict(prompts=prompts, pairs=pairs, labels=labels, small=SMALL)
     for name, rows in own.items():
         write_json(f'my/{name}.json', rows)
-    here = 'alpaca_farm.core.run.jobs.run_jobs'
+    here = 'alpaca_farm.run.jobs.run_jobs'
     monkeypatch.setattr(here, lambda jobs, *_, **__: tiny.run_here(jobs))
     monkeypatch.setattr(execution, 'is_needed', lambda cell: cell.cell_type == 'code')
     yield

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from alpaca_farm.core.model.models import load_policy, load_scalar
-from alpaca_farm.core.model.rewards import reward
-from alpaca_farm.core.run.settings import Config
+from alpaca_farm.model.logprobs import load_policy, load_scalar
+from alpaca_farm.model.rewards import reward
+from alpaca_farm.run.settings import Config
 
 ROWS = 16
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 import tiny
 from alpaca_farm import sft
-from alpaca_farm.core.run.files import lock_of, read_json, unlock
-from alpaca_farm.core.run.processes import _check_ranks
-from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.run.files import lock_of, read_json, unlock
+from alpaca_farm.run.processes import _check_ranks
+from alpaca_farm.run.runs import read_log
 from alpaca_farm.world import WorldConfig
 from safetensors.torch import load_file
 
@@ -112,7 +112,7 @@ def test_a_lost_process_ends_all_and_one_process_goes_on(base, undisturbed, tmp_
 
 
 def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_path, monkeypatch):
-    from alpaca_farm.core.training import Trainer
+    from alpaca_farm.train.trainer import Trainer
     class Stop(Exception): pass
     save = Trainer.save
     def stop(self):
@@ -136,8 +136,8 @@ def test_what_cannot_be_shared_is_refused():
 JOINED = '''
 import atexit
 from torch import distributed
-from alpaca_farm.core.run import processes
-from alpaca_farm.core.run.settings import HardwareConfig
+from alpaca_farm.run import processes
+from alpaca_farm.run.settings import HardwareConfig
 said = lambda: print('open' if distributed.is_initialized() else 'closed')
 atexit.register(said)   # the last of the handlers
 start = distributed.init_process_group

@@ -7,16 +7,16 @@ import pytest
 
 from alpaca_farm import best_of_n, sft, world
 from alpaca_farm.boards.farm_board import _chosen_answers
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.stats import agreement
+from alpaca_farm.boards.judged import complete_preferences
+from alpaca_farm.data.records import load_records
+from alpaca_farm.judging.measures import sample_votes
+from alpaca_farm.judging.pools import both_orders
+from alpaca_farm.judging.stats import agreement
 from alpaca_farm.worlds.embedded.authors import contested
 from alpaca_farm.worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY
 from alpaca_farm.worlds.embedded.grammar import parse
 from alpaca_farm.worlds.embedded.lexicon import PHRASES
-from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.worlds.folder import read_world
-from alpaca_farm.judging.measures import sample_votes
-from alpaca_farm.judging.pools import both_orders
 
 
 @pytest.fixture(scope='module')

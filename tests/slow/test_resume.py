@@ -15,8 +15,8 @@ import pytest
 
 import tiny
 from alpaca_farm import sft
-from alpaca_farm.core.run import runs
-from alpaca_farm.core.run.runs import content_hash, read_log, read_summary
+from alpaca_farm.run import runs
+from alpaca_farm.run.runs import content_hash, read_log, read_summary
 from tiny import run as train
 
 # settings with many steps, and the range from which the step of the kill is chosen
@@ -159,8 +159,8 @@ def test_killed_while_a_file_is_written(base, whole_sft, tmp_path, owner, attrib
 
 def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_path):
     import torch
-    from alpaca_farm.core.model.models import load_policy
-    from alpaca_farm.core.training import Trainer
+    from alpaca_farm.model.logprobs import load_policy
+    from alpaca_farm.train.trainer import Trainer
     cfg = cfg_of('sft', base, tmp_path/'run')
     trainer = Trainer(runs.Run(cfg, {}), 9,
                       dict(policy=load_policy(cfg.policy, cfg, train=True)))
@@ -178,8 +178,8 @@ def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_pa
 
 SOURCE = '''
 from dataclasses import dataclass
-from alpaca_farm.core.run.runs import start
-from alpaca_farm.core.run.settings import Config
+from alpaca_farm.run.runs import start
+from alpaca_farm.run.settings import Config
 
 WEIGHT = 1.
 
@@ -212,7 +212,7 @@ def toy(folder, name, source):
 
 
 HASHES = """
-from alpaca_farm.core.run.runs import notebook_hash
+from alpaca_farm.run.runs import notebook_hash
 print(*(notebook_hash(name) for name in ('dpo', 'ppo', 'world')))
 """
 
@@ -232,8 +232,8 @@ def test_an_edited_method_leaves_the_runs_of_others_alone(tmp_path):
         (tmp_path/file).write_text(text.replace(old, new, 1))
         return [a != b for a, b in zip(before, hashes(), strict=True)]
     assert edit('nbs/dpo.ipynb', '"def ', '"x = 3\\n",\n    "def ') == [True, False, False]
-    assert edit('alpaca_farm/core/training.py', '\nclass ', '\n# a comment\nclass ') == [False]*3
-    assert edit('alpaca_farm/core/training.py', '\nclass ', '\nx = 3\nclass ') == [True]*3
+    assert edit('alpaca_farm/train/trainer.py', '\nclass ', '\n# a comment\nclass ') == [False]*3
+    assert edit('alpaca_farm/train/trainer.py', '\nclass ', '\nx = 3\nclass ') == [True]*3
 
 
 def test_edited_notebook(base, tmp_path):

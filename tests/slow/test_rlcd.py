@@ -10,14 +10,13 @@ import pytest
 import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
-from alpaca_farm.core.ask.client import ApiConfig
-from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.model.writer import LocalWriter
-from alpaca_farm.core.model.writer import ServedWriter, _shown_label, Written
-from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.ask.client import ApiConfig
+from alpaca_farm.data.records import load_records
+from alpaca_farm.model.logprobs import load_policy
+from alpaca_farm.model.writer import _shown_label, LocalWriter, ServedWriter, Written
 from alpaca_farm.rlcd import _task_file, read_task, RLCDConfig
+from alpaca_farm.run.files import read_json
+from alpaca_farm.run.runs import read_summary
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from alpaca_farm.best_of_n import BestOfNConfig, run, served_prompt
-from alpaca_farm.core.data.records import load_records
+from alpaca_farm.data.records import load_records
 from alpaca_farm.eval import EvalConfig, read_models
 from asking import summary
 from judge_server import digest, judge_server, prompt_text

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import tiny
-from alpaca_farm.core.run import jobs
-from alpaca_farm.core.run.jobs import Job, run_jobs
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.run import jobs
+from alpaca_farm.run.jobs import Job, run_jobs
+from alpaca_farm.run.runs import read_log, read_summary
 
 
 def test_a_sweep_makes_every_run_once_and_ends_in_a_table(base, tmp_path):

@@ -3,8 +3,8 @@ import pytest
 from accelerate import tracking
 
 import tiny
-from alpaca_farm.core.run import runs
-from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.run import runs
+from alpaca_farm.run.runs import read_log
 
 
 class Recorder(tracking.GeneralTracker):

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import tiny
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.run.runs import read_summary
 
 METHODS = ('sft', 'reward_model', 'best_of_n', 'expert_iteration', 'ppo', 'dpo', 'quark', 'rrhf',
            'binary_feedback', 'rlcd', 'wombat')

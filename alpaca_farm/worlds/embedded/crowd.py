@@ -14,11 +14,11 @@ from functools import lru_cache
 import numpy as np
 from pydantic import ConfigDict, create_model, Field, ValidationError
 
-from ...core.run.files import read_json, write_json
-from ...core.run.settings import Scale, Share
-from ...core.data.preferences import hash_uniform
+from ...data.pairs import hash_uniform
 from ...judging.pools import mean_preferences, Pool
-from ...core.stats import sigmoid
+from ...judging.stats import sigmoid
+from ...run.files import read_json, write_json
+from ...run.settings import Scale, Share
 from .authors import contested
 from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY
 from .grammar import request_of
