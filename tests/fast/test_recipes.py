@@ -110,6 +110,8 @@ def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     "The reward model of a judge needs that judge's labels, no default of its notebook."
     from alpaca_farm.run import runs as build
     made = []
+    monkeypatch.setattr(build, 'is_fresh', lambda path: str(path) in made)
+    monkeypatch.setattr(build, 'at_root', lambda path: tmp_path/path)
 
     def start(notebook, out, settings):
         future = Future()
@@ -117,7 +119,6 @@ def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
         made.append(out)
         (tmp_path/f'{out}.txt').write_text('')
         return future
-    (tmp_path/'runs').mkdir()
     monkeypatch.setattr(build, 'start_notebook', start)
     (tmp_path/'runs').mkdir()
     notebook, settings = build.recipe('runs/rloo_free_judge')

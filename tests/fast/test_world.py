@@ -165,7 +165,7 @@ def test_disagreement_and_coins_part_the_crowd(knob, values):
 def variance_of(group, pairs, same=False, flips=0.):
     "How often a vote differs from the majority of three others, of members or of one member."
     rng = np.random.default_rng(0)
-    chance = group.each(pairs) - 1
+    chance = group.both_orders(pairs).mean(1).T - 1
     members = np.tile(np.arange(chance.shape[1]), (len(pairs), 1))
     who = rng.permuted(members, axis=1)[:, :4]
     if same:
