@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from alpaca_farm import best_of_n, dpo
 from alpaca_farm.boards.judged import read_answers
-from alpaca_farm.core import preflight
+from alpaca_farm.train import preflight
 from alpaca_farm.data.records import load_records
 from alpaca_farm.data.text import check_limit
 from alpaca_farm.dpo import DPOConfig

@@ -264,7 +264,7 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
 def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, ended, output, kept):
     "In a dialogue's text alone; an answer without such an end, or EOS, gets the penalty."
     import torch
-    from alpaca_farm.core import online
+    from alpaca_farm.train import online
     from alpaca_farm.model.generation import Sample
     tokenizer = tiny.letters(None)
     ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']

@@ -10,7 +10,6 @@ from alpaca_farm import eval as ev
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
-from alpaca_farm.data import preferences
 from alpaca_farm.judging import pools
 from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.run.runs import read_summary

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from alpaca_farm.core import stats
+from alpaca_farm.judging import stats
 from alpaca_farm.data.pairs import hash_uniform
 
 DATA = tiny.ROOT.parent/'shared'/'data'

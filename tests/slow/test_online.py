@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from alpaca_farm import overoptimization
-from alpaca_farm.core import online
+from alpaca_farm.train import online
 from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.model.policy import Policy
 from alpaca_farm.overoptimization import OverConfig
@@ -122,7 +122,7 @@ def test_a_board_says_that_its_rows_are_answered_differently(base, answered, tmp
 
 def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypatch):
     "Killed between a chunk's lines and its checkpoint: the same candidates as without."
-    from alpaca_farm.core import training
+    from alpaca_farm.train import trainer as training
     def run(name):
         made = tiny.run('best_of_n', base, tmp_path/name, reward_model='', max_instances=9, chunk=3)
         return (made.folder/'candidates.json').read_bytes()

@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from alpaca_farm import ppo, sft
-from alpaca_farm.core import training
+from alpaca_farm.train import trainer as training
 from alpaca_farm.model import generation
 from alpaca_farm.model.logprobs import load_policy, load_scalar
 from alpaca_farm.model.rewards import reward

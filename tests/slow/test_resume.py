@@ -101,7 +101,7 @@ def test_killed_at_a_random_step(base, killed, tmp_path, capsys, notebook):
 @pytest.mark.parametrize('notebook', sorted({*LONG} - {'rlcd', 'best_of_n'}))
 def test_killed_at_its_end(base, killed, tmp_path, monkeypatch, notebook):
     "After ten minutes the last step has a checkpoint, so that no step is made again."
-    from alpaca_farm.core import training
+    from alpaca_farm.train import trainer as training
     def full(*_, **__): raise OSError('No space left on device')
     def run(): return train(notebook, base, tmp_path/notebook, **LONG[notebook][0])
     with monkeypatch.context() as m:
