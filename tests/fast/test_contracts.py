@@ -15,8 +15,9 @@ import tiny
 
 NBS = tiny.ROOT/'nbs'
 PACKAGE = tiny.ROOT/'alpaca_farm'
+# a template is no notebook yet
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb')
-                   if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})   # a template is no notebook yet
+                   if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})
 RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.

@@ -12,7 +12,8 @@ from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.policy import Policy
-from alpaca_farm.core.model.models import (values, load_policy, load_scalar, sequence_logprobs, sequence_scores)
+from alpaca_farm.core.model.models import (
+    values, load_policy, load_scalar, sequence_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.core.data.text import collate, encode, rollout_batch
 from alpaca_farm.core.training import answer_batch
