@@ -330,4 +330,5 @@ ANSWERS = [a for _, answers in TREE for a in answers]
 def alone(policy, p, a):
     "The states of a sequence that stands alone."
     import torch
-    return policy.model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]
+    ids = torch.tensor([p + a])
+    return policy.model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]

@@ -4,8 +4,8 @@ two sizes of data, three seeds; no setting of training is given but the number o
     python tools/defaults.py MODEL PREFERENCES DEMONSTRATIONS
 
 PREFERENCES are labelled pairs; of those on the last third of the first questions 500 are held out.
-DEMONSTRATIONS are records with an output, a quarter of them held out. Runs that are finished are kept;
-what Ctrl-C leaves is tabulated, and made by the next call."""
+DEMONSTRATIONS are records with an output, a quarter of them held out. Runs that are finished are
+kept; what Ctrl-C leaves is tabulated, and made by the next call."""
 import random
 import sys
 from contextlib import suppress

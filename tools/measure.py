@@ -287,8 +287,8 @@ def main():
         parser.error(f'{unknown[0]} is none of {", ".join(ROWS)}')
     if given.wheels:
         subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', '--no-index', '--no-deps',
-                        '--upgrade', '--target', PACKAGES, *map(str, Path(given.wheels).glob('*.whl'))],
-                       check=True)
+                        '--upgrade', '--target', PACKAGES,
+                        *map(str, Path(given.wheels).glob('*.whl'))], check=True)
     make_data(out/'data', small)
     card = torch.cuda.get_device_name() if device == 'cuda' else 'CPU'
     print(f'{card}, torch {torch.__version__}, {time.strftime("%Y-%m-%d")}', flush=True)

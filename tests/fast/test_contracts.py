@@ -17,6 +17,7 @@ import tiny
 
 NBS = tiny.ROOT/'nbs'
 PACKAGE = tiny.ROOT/'alpaca_farm'
+# a template is no notebook yet
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb')
                    if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})   # a template is no notebook yet
 RUNNABLE = [p for p in NOTEBOOKS if p.relative_to(NBS).parts[0] not in tiny.SHARED]

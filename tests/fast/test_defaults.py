@@ -245,20 +245,22 @@ def test_best_of_n_takes_what_stored_samples_were_drawn_with(base, tmp_path):
 
 
 WELL = dict(loss=.69, val_loss=.69, nll_before=2., nll=1.9, chosen=-3., rejected=-5., kl=4.,
-            clip_fraction=.1, reward_std=1., frac_reward_zero_std=.5, entropy=2., ended=.9, stuck=0.,
-            accuracy=.7, accuracy_low=.6, accuracy_high=.8, optimiser_steps=100, remedy='')
+            clip_fraction=.1, reward_std=1., frac_reward_zero_std=.5, entropy=2., ended=.9,
+            stuck=0., accuracy=.7, accuracy_low=.6, accuracy_high=.8, optimiser_steps=100,
+            remedy='')
 
 
 @pytest.mark.parametrize('later, warning', [
     (dict(loss=float('nan')), 'not a number'), (dict(loss=5.), 'has doubled'),
     (dict(val_loss=.8), 'a tenth above'), (dict(nll=4.95), 'from 2.00 to 4.95'),
-    (dict(val_loss=.7, val_loss_before=.6), 'a tenth above'), (dict(stuck=.9), '90% of the weights'),
+    (dict(val_loss=.7, val_loss_before=.6), 'a tenth above'),
+    (dict(stuck=.9), '90% of the weights'),
     (dict(chosen=-19.5), 'over 10 nats'), (dict(rejected=-18.1), 'over 10 nats'),
     (dict(kl=-.5, kl_standard_error=.1), 'below zero'), (dict(kl=18.5), 'over 15 nats'),
     (dict(clip_fraction=.4), 'clipped'), (dict(reward_std=0.), 'the same reward'),
     (dict(frac_reward_zero_std=1.), 'no update'), (dict(entropy=.01), 'collapsed'),
     (dict(ended=.06), 'raise max_new_tokens'), (dict(accuracy_low=.45), '70% [45%, 80%]'),
-    (few_steps(SimpleNamespace(batch_size=4, epochs=3), 9), 'only 9 optimiser steps: it takes more'),
+    (few_steps(SimpleNamespace(batch_size=4, epochs=3), 9), 'only 9 optimiser steps: it takes'),
     (few_steps(SimpleNamespace(batch_size=8, epochs=3), 9), 'only 9 optimiser steps: lower batch')])
 def test_each_sign_of_trouble_is_told_once_and_only_then(later, warning, capsys):
     health = Health()

@@ -81,7 +81,8 @@ def test_numbers_of_the_readme_are_in_the_notebooks_linked_beside_them():
     "Those of a paragraph; a table's stand in what the paragraph above it links."
     known = set()
     text = (tiny.ROOT/'README.md').read_text()
-    names = r'[Pp]ython [\d.]+ to [\d.]+|Apache-[\d.]+|\[[^]]*, \d{4}\]\([^)]*\)|\]\(http[^)]*\)|\| paper'
+    names = (r'[Pp]ython [\d.]+ to [\d.]+|Apache-[\d.]+|\[[^]]*, \d{4}\]\([^)]*\)|'
+             r'\]\(http[^)]*\)|\| paper')
     text = re.sub(names, '', text)
     for paragraph in text.split('\n\n'):
         if paragraph.startswith('|'):   # its first numbers are minutes

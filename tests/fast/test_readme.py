@@ -130,7 +130,8 @@ def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for 
     for words in map(shlex.split, commands(PAGES['data.md'])):
         name = Path(words[1]).stem
         given = dict(max_instances=0) | {k: here(v) for k, v in tiny.given(words).items()}
-        made.append(tiny.main(name)(tiny.config(name, **tiny.SETTINGS.get(name, {}) | given)).folder)
+        cfg = tiny.config(name, **tiny.SETTINGS.get(name, {}) | given)
+        made.append(tiny.main(name)(cfg).folder)
     assert [f.name for f in made] == ['pairs', 'before', 'mine', 'my_dpo', 'my_board', 'look']
     labels = json.loads((made[2]/'preferences.json').read_text())
     assert len(labels) > 20

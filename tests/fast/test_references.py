@@ -1,4 +1,4 @@
-"""Every citation leads to its paper, by way of the list of references; each notebook to the glossary."""
+"Every citation leads to its paper by the list of references; each notebook to the glossary."
 import os
 import re
 

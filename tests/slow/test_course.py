@@ -129,7 +129,8 @@ def judge(pairs):
     return said''')
 
 
-WRONG = [   # a function, what is replaced in it by what, and words of the fault; CHECKS has the others
+# a function, what is replaced in it by what, and words of the fault; CHECKS has the others
+WRONG = [
     ('pairwise_loss', 'return ', 'return -', 'minus sign'),
     ('gae', 'reversed(range(rewards.shape[1]))', 'range(rewards.shape[1])', 'reversed'),
     ('gae', 'rewards, values = rewards*mask, values*mask', 'mask = torch.ones_like(mask)',

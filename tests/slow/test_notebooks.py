@@ -18,7 +18,8 @@ from alpaca_farm.run.runs import methods, read_log, read_summary
 
 NBS = tiny.ROOT/'nbs'
 RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb'))
-            if not {*tiny.SHARED, 'studies', 'recipes', '.ipynb_checkpoints'} & {*p.parts[len(NBS.parts):]}]
+            if not {*tiny.SHARED, 'studies', 'recipes', '.ipynb_checkpoints'}
+            & {*p.parts[len(NBS.parts):]}]
 # notebooks without a run, which nbdev_test executes
 SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]
 # notebooks that the farm runs, with the run that shows each: of several methods the first

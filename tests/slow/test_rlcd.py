@@ -14,9 +14,10 @@ from alpaca_farm.ask.client import ApiConfig
 from alpaca_farm.data.records import load_records
 from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.model.writer import _shown_label, LocalWriter, ServedWriter, Written
-from alpaca_farm.rlcd import _task_file, read_task, RLCDConfig
+from alpaca_farm.data.pairs import swap_outputs
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
+from alpaca_farm.rlcd import _task_file, read_task, RLCDConfig
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
@@ -72,17 +73,15 @@ def test_run(base, whole):
     assert len(rows) == summary['made'] == 60 - summary['skipped'] > 40
     assert summary['labels'] == 0
     assert summary['retries'] == sum(i['retries'] for i in items)
-    assert 'certainty' not in summary
-    reasons = Counter(f'skipped_{i["reason"]}' for i in items if i['reason'])
-    assert {k: v for k, v in summary.items() if k.startswith('skipped_')} == reasons
+    for reason, count in Counter(i['reason'] for i in items).items():
+        assert reason == '' or summary[f'skipped_{reason}'] == count
     prompts = load_records(str(base/'world'), 'preference')
     by = {i['index']: i for i in items}
-    for r, both in zip(rows, outputs(rows)):
+    for r in rows:
         positive, negative = rlcd._sided_answers(by[r['index']])
-        assert both[int(r['preference']) - 1] == positive != negative
+        assert r[f'output_{r["preference"]:.0f}'] == positive != negative
         assert r['instruction'] == prompts[r['index']]['instruction']
     assert set(labels(rows)) == {1., 2.}
-    assert {r['contrast'] for r in rows} == {0, 1}
     assert load_records(str(out), 'preferences', 'preference') == rows
     assert rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out)))).done
 
@@ -100,72 +99,85 @@ def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
 
 
 def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
+    "The order matters where one is asked, and not where both are."
     made(base, tmp_path/'one', method='rlaif')
     made(base, tmp_path/'both', method='rlaif', both_orders=True)
     one = pairs(tmp_path/'one')
     both = pairs(tmp_path/'both')
-    p = labels(both)
     assert outputs(one) == outputs(both)
     assert {r['annotator'] for r in both} == {'self'}
-    assert ((1 < p) & (p < 2)).all()
-    assert len(set(p)) > 30
-    np.testing.assert_allclose([np.mean(r['orders']) for r in both], p, atol=1e-9)
+    found = labels(both)
+    assert ((1 < found) & (found < 2)).all()
+    assert len(set(found)) > 30
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out=str(tmp_path/'x')))
     writer = LocalWriter(load_policy(str(base/'world'), cfg), cfg)
     judge = rlcd.SelfJudge(writer, read_task(ANYTHING), False)
-    swapped = [dict(r, output_1=r['output_2'], output_2=r['output_1']) for r in both]
+    swapped = [swap_outputs(r) for r in both]
     by_hand = (np.array(judge(both)) + 3 - np.array(judge(swapped)))/2
-    np.testing.assert_allclose(p, by_hand, atol=1e-5)   # the order matters in one order only
-    assert np.abs(p - labels(one)).max() > 1e-3
+    np.testing.assert_allclose(found, by_hand, atol=1e-5)
+    assert np.abs(found - labels(one)).max() > 1e-3
     assert read_summary(tmp_path/'one')['labels'] == len(one)
 
 
 def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
     "The same pairs, judged by the model."
-    out = whole[0]
-    rescore = dict(method='rlcd_rescore')
-    made(base, tmp_path/'self', **rescore, samples=str(out))
-    def bare(rows): return [r | dict(preference=0, annotator='') for r in rows]
-    assert bare(pairs(tmp_path/'self')) == bare(pairs(out))
-    assert all(1 < p < 2 for p in labels(pairs(tmp_path/'self')))
+    rescore = dict(method='rlcd_rescore', samples=str(whole[0]))
+    made(base, tmp_path/'self', **rescore)
+    rescored = pairs(tmp_path/'self')
+    for r, was in zip(rescored, pairs(whole[0]), strict=True):
+        assert 1 < r['preference'] < 2
+        assert r | dict(preference=0, annotator='') == was | dict(preference=0, annotator='')
+
+
+def test_only_a_run_with_the_tasks_phrases_is_rescored(base, whole, tmp_path):
     made(base, tmp_path/'rlaif', method='rlaif')
-    for samples, contrasts in ((out, 0), (tmp_path/'rlaif', 9)):
-        cfg = RLCDConfig(**tiny.settings('rlcd', base, **rescore, samples=str(samples),
-                                         out=str(tmp_path/'x')))
-        task = read_task(ANYTHING)
-        task = task.model_copy(update=dict(contrast=task.contrast[:contrasts]))
-        with pytest.raises(ValueError, match='name a run with method = rlcd'):
-            rlcd._stored_items(cfg, task)
+    task = read_task(ANYTHING)
+    fewer = task.model_copy(update=dict(contrast=[]))
+    for samples, of in ((whole[0], fewer), (tmp_path/'rlaif', task)):
+        given = dict(method='rlcd_rescore', samples=str(samples), out=str(tmp_path/'x'))
+        with pytest.raises(ValueError, match='method = rlcd'):
+            rlcd._stored_items(RLCDConfig(**tiny.settings('rlcd', base, **given)), of)
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
     made(base, tmp_path/'read', method='context_distillation', samples=str(whole[0]))
     read = load_records(str(tmp_path/'read'), 'sft', 'output')
-    rows = pairs(whole[0])
-    assert {r['index']: r['output'] for r in read} == {
-        r['index']: both[int(r['preference']) - 1] for r, both in zip(rows, outputs(rows))}
+    by = {r['index']: r for r in pairs(whole[0])}
+    assert len(read) == len(by)
+    for r in read:
+        pair = by[r['index']]
+        assert r['output'] == pair[f'output_{pair["preference"]:.0f}']
     assert not (tmp_path/'read'/'preferences.json').exists()
 
 
+class HalfWriter:
+    "Ends its positive answers, at their token or a stop, and no negative one."
+    def write(self, prompts, keys, stop):
+        found = []
+        for i, side, _ in keys:
+            if side:
+                found.append(Written(' Answer and', False))
+            elif i:
+                found.append(Written(' Answer.\n\nHuman: So?', False))
+            else:
+                found.append(Written(' Answer 0.', True))
+        return found
+
+
 def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path):
-    "The positive ones end here, at their token or a stop, and the negative ones do not."
-    class Writer:
-        def write(self, prompts, keys, stop):
-            texts = {0: ' Answer {}.', 1: ' Answer and', 2: ' Answer.\n\nHuman: So?'}
-            return [Written(texts[2*i if side == 0 else 1].format(i), side == 0 and i == 0)
-                    for i, side, _ in keys]
+    "Where a bad answer is imitated, it is one that was cut off."
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
-    items = rlcd._write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
+    items = rlcd._write_items(HalfWriter(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
     for r in rlcd._label_items(items, None, cfg):
         best = int(r['preference'])
         assert r[f'ended_{best}'] is True
         assert r[f'ended_{3 - best}'] is False
-    for out, good in (('good', True), ('bad', False)):   # a bad answer is imitated, cut off
-        turned = [i if good else dict(i, positive=3 - i['positive']) for i in items]
-        tiny.write(tmp_path/'run'/'items.json', turned)
-        made(base, tmp_path/out, method='context_distillation', samples=str(tmp_path/'run'))
-        read = load_records(str(tmp_path/out), 'sft', 'output')
-        assert [r['ended'] for r in read] == [good]*len(items)
+    turned = [dict(i, positive=3 - i['positive']) for i in items]
+    for name, rows, ended in (('good', items, True), ('bad', turned, False)):
+        tiny.write(tmp_path/'run'/'items.json', rows)
+        made(base, tmp_path/name, method='context_distillation', samples=str(tmp_path/'run'))
+        read = load_records(str(tmp_path/name), 'sft', 'output')
+        assert [r['ended'] for r in read] == [ended]*2
 
 
 def test_a_served_model(base, tmp_path):

@@ -35,7 +35,8 @@ def answers(cfg): return [r['output'] for r in load_records(cfg.out, 'outputs', 
 def server_of(**options): return judge_server(template=' Word {hash}.\n', **options)
 
 
-@pytest.mark.parametrize('template, path', [('auto', 'chat/completions'), ('alpaca', 'completions')])
+@pytest.mark.parametrize('template, path', [
+    ('auto', 'chat/completions'), ('alpaca', 'completions')])
 def test_what_is_sent(tmp_path, template, path):
     "As a chat and as a completion, in the order of instructions."
     with server_of() as server:
