@@ -8,6 +8,7 @@ __all__ = ['AnnotatorsConfig', 'flip_share', 'annotate_pairs', 'to_alpaca_eval',
 # %% ../nbs/annotators.ipynb #4f71f27a
 import math
 from dataclasses import dataclass, field
+from typing import Annotated
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from .judging.pools import mean_preferences, pool_members, report_missing
 from .judging.prompts import is_population
 from .judging.stats import Interval, wilson, win_rate_interval
 from .run.runs import start
-from .run.settings import command, Count, Named, Positive, resolve
+from .run.settings import command, Count, Judge, Named, Positive, Reads, resolve
 from .worlds.folder import read_world
 
 # %% ../nbs/annotators.ipynb #0cdfba01
@@ -33,10 +34,12 @@ from .worlds.folder import read_world
 class AnnotatorsConfig(ApiConfig, JudgedConfig):
     "Settings of an annotation run."
     out: str = 'runs/annotators'   # run folder
-    outputs: Named = 'runs/samples'  # pairs or candidates: a run of best_of_n, or a file
-    against: str = ''              # one answer to each prompt, compared with one of `outputs`
+    # pairs or candidates: a run of best_of_n, or a file
+    outputs: Annotated[Named, Reads(('candidates', 'outputs'))] = 'runs/samples'
+    # one answer to each prompt, compared with one of `outputs`
+    against: Annotated[str, Reads(('outputs',))] = ''
     columns: str = ''              # names of columns: ours, equals sign, yours
-    annotators: str = 'runs/world/pool.json'  # annotator or pool: see the table above
+    annotators: Judge = 'runs/world/pool.json'  # annotator or pool: see the table above
     base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
     weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
     label_flip: float = -1.        # share of flipped labels; -1: a world's own, else 0
@@ -44,8 +47,6 @@ class AnnotatorsConfig(ApiConfig, JudgedConfig):
     both_orders: bool = False      # ask about every pair in both orders and average
     pairs_each: Positive = 1       # pairs of each instruction's samples, as far as they differ
     max_instances: Count = 0       # use only the first n records; 0: all
-    inputs = dict(outputs=('candidates', 'outputs'), against='outputs',
-                  annotators=('preferences', 'model'))
 
     def __post_init__(self):
         super().__post_init__()

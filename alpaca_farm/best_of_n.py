@@ -7,6 +7,7 @@ __all__ = ['BestOfNConfig', 'score_candidates', 'choose_best', 'served_prompt', 
 
 # %% ../nbs/best_of_n.ipynb #aa176480
 from dataclasses import dataclass
+from typing import Annotated
 from itertools import islice
 
 import numpy as np
@@ -22,7 +23,7 @@ from .model.rewards import label_count, reward, RewardConfig
 from .model.writer import ServedWriter
 from .run.paths import at_root
 from .run.runs import run_config, start
-from .run.settings import command, Count, Named, Positive
+from .run.settings import command, Count, MODEL, Named, Positive, Reads, SIZES
 from .train.answers import answer_figures, fitting_prompts, prompt_fields
 from .train.answers import sample_answers, SampleConfig
 from .train.preflight import preflight, settle
@@ -33,24 +34,24 @@ from .train.trainer import in_chunks
 class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     "Settings of best-of-n."
     out: str = 'runs/best_of_n'  # run folder
-    policy: str = 'runs/sft'     # policy that answers
-    served: str = ''  # name of a model behind base_url that answers; policy is empty then
+    policy: Annotated[str, MODEL, SIZES] = 'runs/sft'  # policy that answers
+    # name of a model behind base_url that answers; policy is empty then
+    served: Annotated[str, SIZES] = ''
     system: str = ''  # message to a served model before each prompt: how long to be, for instance
     # a checkpoint, "module:function", a list, or empty
-    reward_model: str | list[str] = 'runs/reward_model'
-    data: Named = 'runs/world'   # dataset folder, file or hub name with instructions
+    reward_model: Annotated[str | list[str], MODEL] = 'runs/reward_model'
+    # dataset folder, file or hub name with instructions
+    data: Annotated[Named, Reads(splits=('split',))] = 'runs/world'
     columns: str = ''            # names of columns: ours, equals sign, yours
     split: str = 'eval'          # split whose instructions are answered
     n: Positive = 16             # samples for each instruction
     # run of best_of_n, with the same policy, whose samples are used; empty: none
-    samples: str = ''
+    samples: Annotated[str, Reads(('candidates',))] = ''
     skip: Count = 0              # leave out the first n instructions
     max_instances: Count = 0     # use only the first n of the rest; 0: all
     chunk: Positive = 128        # instructions between checkpoints
-    inputs = dict(policy='model', reward_model='model', data='split', samples='candidates')
 
     def __post_init__(self):
-        if self.served: self.sized_by = 'served'
         super().__post_init__()
         if bool(self.policy) == bool(self.served):
             raise ValueError('name one model: in policy, or in served, with policy empty')

@@ -27,8 +27,8 @@ from .model.logprobs import save_model
 from .model.policy import Policy
 from .run.processes import once
 from .run.runs import read_log, start
-from .run.settings import Amount, by_size, command, Count, Named, Positive, Schedule
-from .run.settings import TrainConfig
+from .run.settings import Amount, by_size, command, Count, Judge, Named, Pairs
+from .run.settings import Positive, Reads, Schedule, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, answering, load_split
 from .train.answers import prompt_fields, sample_answers
 from .train.labelled import answer_labels, hold_out
@@ -43,9 +43,10 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     # imitate good answers, or all with a token
     method: Literal['feedme', 'reward_conditioning'] = 'reward_conditioning'
     # preferences, or records with `output` and `label`: a run or a file
-    preferences: Named = 'runs/annotators'
-    policy: Named = 'runs/sft'               # where training starts, and the reference
-    data: Named = 'runs/world'               # dataset whose eval split is answered at the end
+    preferences: Pairs = 'runs/annotators'
+    policy: SizedModel = 'runs/sft'          # where training starts, and the reference
+    # dataset whose eval split is answered at the end
+    data: Annotated[Named, Reads(splits=('val_split', 'eval_split'))] = 'runs/world'
     token_times: Positive = 2                # conditioning: copies of the token in a prompt
     jitter: Amount = 3.0  # conditioning: noise of the tokens' first embeddings, in sd
     epochs: Positive = by_size(1, 3)         # passes over the answers
@@ -57,11 +58,9 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 500, or a fifth if less
     eval_every: Positive = 100               # steps between these measurements
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
-    annotators: str = 'runs/world/pool.json'  # judges of the final answers on val; empty: none
+    annotators: Judge = 'runs/world/pool.json'  # judges of the final answers on val; empty: none
     val_split: str = 'val'                   # split that they answer; empty: none
     val_instances: Count = 150               # use only its first n prompts; 0: all
-    inputs = dict(preferences='preferences', policy='model', data=('val_split', 'eval_split'),
-                  annotators=('preferences', 'model'))
 
 # %% ../nbs/binary_feedback.ipynb #eab7b360
 GOOD = '<good>'

@@ -23,7 +23,8 @@ from .model.loading import load_tokenizer, model_config
 from .run.files import read_yaml
 from .run.paths import at_root
 from .run.runs import methods as farm_methods, start
-from .run.settings import by_size, command, Count, HardwareConfig, Named, Scale, Share
+from .run.settings import by_size, command, Count, HardwareConfig, Judge, Named, Reads
+from .run.settings import Scale, Share, SizedModel
 from .train.answers import PromptConfig
 from .train.preflight import settle
 from .worlds.folder import check_sizes, read_world, write_world
@@ -54,14 +55,18 @@ METHODS = farm_methods()   # entries of the farm by method
 class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
     "Settings of your own world."
     out: str = 'runs/own'                 # run folder of the world
-    model: Named = 'runs/sft'  # your model: a run folder, a checkpoint folder or a hub name
-    prompts: Named = 'runs/world'         # your prompts: a dataset folder, a file or a hub dataset
+    # your model: a run folder, a checkpoint folder or a hub name
+    model: SizedModel = 'runs/sft'
+    # your prompts: a dataset folder, a file or a hub dataset
+    prompts: Annotated[Named, Reads(splits=('split',))] = 'runs/world'
     split: str = 'eval'                   # split of them, where there are several
-    preferences: str = 'runs/annotators'  # your preferences: a file, a run or a hub dataset
-    demonstrations: str = ''  # file of instructions with outputs for SFT; empty: no SFT
+    # your preferences: a file, a run or a hub dataset
+    preferences: Annotated[str, Reads(('preferences',))] = 'runs/annotators'
+    # file of instructions with outputs for SFT; empty: no SFT
+    demonstrations: Annotated[str, Reads(('sft',))] = ''
     columns: list[str] = field(default_factory=list)  # names of yours, after their file's setting
-    judge: str = 'runs/world/held_out_crowd.json'  # who labels and judges, as in `annotators`
-    held_out: str = ''                    # who judges the board; empty: the judge
+    judge: Judge = 'runs/world/held_out_crowd.json'  # who labels and judges, as in `annotators`
+    held_out: Judge = ''                  # who judges the board; empty: the judge
     methods: Annotated[list[Literal[*METHODS]], Len(1)] = field(  # of the farm's
         default_factory=lambda: ['best_of_n', 'dpo'])
     n: Annotated[int, Ge(2)] = 8          # samples of best-of-n for each prompt
@@ -70,11 +75,7 @@ class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
     eval_share: Share = 0.4               # share of the prompts that answers are judged on
     val_share: Share = 0.1                # share that checkpoints are chosen on
     recipe: str = ''                      # YAML file of settings by run
-    sized_by = 'model'
     notebook = 'bring_your_own'   # its default run has another name
-    annotator_fields = ('judge', 'held_out')
-    inputs = dict(model='model', prompts='split', preferences='preferences', demonstrations='sft',
-                  judge=('preferences', 'model'), held_out=('preferences', 'model'))
 
     def __post_init__(self):
         super().__post_init__()

@@ -8,7 +8,7 @@ __all__ = ['METHODS', 'DecideConfig', 'label_sources', 'candidate_jobs', 'Board'
 # %% ../nbs/decide.ipynb #dec1de03
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from .model.rewards import reward
 from .overoptimization import foretell, standard_reward
 from .run.jobs import Job, run_or_fail
 from .run.runs import run_config, start, write_csv
-from .run.settings import command, Count, Positive
+from .run.settings import ASIDE, command, Count, Judge, Positive
 from .worlds.folder import World
 
 # %% ../nbs/decide.ipynb #dec1de06
@@ -48,17 +48,15 @@ class DecideConfig(JudgedConfig):
     runs: str = 'runs'  # folder of its farm's runs; <world>_runs when only the world is another
     model: str = ''            # your model, to make a world of; prompts and judge are then needed
     prompts: str = ''          # your prompts: a file, a dataset folder or a hub dataset
-    judge: str = ''   # who labels and judges, as in annotators; empty: the world's pool
+    judge: Judge = ''  # who labels and judges, as in annotators; empty: the world's pool
     labels: str = ''  # people's labels, a file or a run of labelling; or who votes in their place
     budget: Count = 200        # labels of people in all
     methods: list[Literal[*METHODS]] = field(  # of the farm's, beside the baselines
         default_factory=lambda: ['best_of_n', 'dpo', 'expert_iteration', 'rloo', 'ppo'])
     seeds: Positive = 2        # runs of each
     size: str = 'default'      # sizes of the runs, as in farm
-    workers: Count = 0         # runs side by side; 0 for the number of cores
+    workers: Annotated[Count, ASIDE] = 0  # runs side by side; 0 for the number of cores
     force: bool = False        # go on with a judge that has failed the check
-    annotator_fields = ('judge',)
-    inputs = dict(judge=('preferences', 'model'))
 
     def __post_init__(self):
         super().__post_init__()

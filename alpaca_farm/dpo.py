@@ -19,13 +19,12 @@ from .model.logprobs import load_policy, load_reference, save_model, sequence_lo
 from .model.policy import Policy
 from .run.processes import gather_all
 from .run.runs import read_log, start
-from .run.settings import Amount, by_size, command, Count, Named, Positive, Scale
-from .run.settings import Schedule, Share, TrainConfig
+from .run.settings import Amount, by_size, command, Count, Named, Pairs, Positive
+from .run.settings import Reads, Rows, Scale, Schedule, Share, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig
 from .train.labelled import hold_out, LabelledAnswers, read_labels
 from .train.preflight import preflight, settle
 from .train.trainer import Trainer
-
 
 # %% ../nbs/dpo.ipynb #fcebf7ee
 @dataclass
@@ -117,10 +116,12 @@ LOSSES['kto'] = Loss('single answers (Ethayarajh et al., 2024)', None,
 class DPOConfig(TrainConfig, AnswerConfig):
     "Settings of DPO and its family."
     out: str = 'runs/dpo'                    # run folder
-    preferences: Named = 'runs/annotators'   # a run of annotators, a file or a hub dataset
-    policy: Named = 'runs/sft'               # policy to start from, and the reference
-    data: Named = 'runs/world'               # dataset whose eval split is answered at the end
-    loss_type: Literal[*LOSSES] = 'sigmoid'  # loss of labelled answers, a name of the table
+    preferences: Pairs = 'runs/annotators'   # a run of annotators, a file or a hub dataset
+    policy: SizedModel = 'runs/sft'               # policy to start from, and the reference
+    # dataset whose eval split is answered at the end
+    data: Annotated[Named, Reads(splits=('eval_split',))] = 'runs/world'
+    # loss of labelled answers, a name of the table
+    loss_type: Annotated[Literal[*LOSSES], Rows(LOSSES)] = 'sigmoid'
     beta: Scale = by_size(.3, .1)            # KL weight; 0.1 for ipo, 0.5 for simpo
     temperature: Scale = 1.0  # of the log-probs: that at which the answers were sampled
     # known share of flipped labels, for sigmoid (cDPO) and robust
@@ -139,8 +140,6 @@ class DPOConfig(TrainConfig, AnswerConfig):
     # pairs for measuring; -1: 500, or a fifth if that is less; 0: none
     held_out: Literal[-1] | Count = -1
     eval_every: Count = 0  # steps between these measurements; 0: only before and after training
-    inputs = dict(preferences='preferences', policy='model', data='eval_split')
-    tables = dict(loss_type=LOSSES)
 
     def __post_init__(self):
         super().__post_init__()

@@ -22,7 +22,7 @@ from .judging.judges import api_clients, check_known_names, JudgedConfig
 from .judging.judges import load_annotators, usage_totals
 from .run.progress import Progress
 from .run.runs import start, write_csv, write_figure
-from .run.settings import command, Count
+from .run.settings import command, Count, Labels, Reads
 
 # %% ../nbs/eval.ipynb #9138e77a
 WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold')]
@@ -33,16 +33,18 @@ class EvalConfig(ApiConfig, JudgedConfig):
     "Settings of an evaluation."
     out: str = 'runs/eval'              # run folder
     # runs or files
-    outputs: Annotated[list[str], Len(1)] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])
-    reference: str = 'runs/references'  # folder or file of answers to compare with
+    outputs: Annotated[list[str], Len(1), Reads(('outputs', 'candidates'))] = field(
+        default_factory=lambda: ['runs/dpo', 'runs/ppo'])
+    # folder or file of answers to compare with
+    reference: Annotated[str, Reads(('outputs', 'candidates'))] = 'runs/references'
     columns: str = ''                   # names of columns: ours, equals sign, yours
     # judges, as in `annotators`
-    annotators: Annotated[list[str], Len(1)] = field(default_factory=lambda: WORLD)
+    annotators: Annotated[list[str], Len(1), Reads(('preferences', 'model'), role='judge')] = field(
+        default_factory=lambda: WORLD)
     weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
-    labels: str = ''                    # people's labels of some answers, to correct the first judge
+    # people's labels of some answers, to correct the first judge
+    labels: Labels = ''
     max_instances: Count = 0            # use only the first n of the reference; 0: all
-    inputs = dict(outputs=('outputs', 'candidates'), reference=('outputs', 'candidates'),
-                  annotators=('preferences', 'model'), labels='preferences')
 
     def __post_init__(self):
         super().__post_init__()

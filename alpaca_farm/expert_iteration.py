@@ -22,7 +22,7 @@ from .run.paths import at_root
 from .run.progress import tell
 from .run.runs import start
 from .run.settings import Amount, by_size, command, Count, HardwareConfig, Named
-from .run.settings import Positive, Scale, TrainConfig
+from .run.settings import Positive, Reads, Scale, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, load_split, sample_answers
 from .train.answers import SampleConfig
 from .train.preflight import preflight, settle
@@ -32,13 +32,15 @@ from .train.preflight import preflight, settle
 class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     "Settings of expert iteration; those of the optimisation apply to the SFT runs."
     out: str = 'runs/expert_iteration'       # run folder
-    policy: Named = 'runs/sft'               # where training starts, and the reference of the KL
-    data: Named = 'runs/world'               # dataset folder, file or hub name with prompts
+    policy: SizedModel = 'runs/sft'          # where training starts, and the reference of the KL
+    # dataset folder, file or hub name with prompts
+    data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
     split: str = 'unlabeled'                 # prompts that are answered in training
     rounds: Positive = 2                     # rounds of best-of-n and imitation
     n: Annotated[int, Ge(2)] = 16  # answers to each prompt, of which the best is imitated
     max_instances: Positive = 600  # prompts of a round, new ones in each; fewer if data has too few
-    samples: str = ''  # a run of best_of_n with the answers of round 1; empty to draw them
+    # a run of best_of_n with the answers of round 1; empty to draw them
+    samples: Annotated[str, Reads(('candidates',))] = ''
     epochs: Positive = by_size(3, 3)         # passes over the winners
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
     batch_size: Positive = by_size(16, 16)   # winners per optimiser step
@@ -46,9 +48,6 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     val_split: str = 'val'                   # split on which each round's policy is scored
     val_instances: Count = 250               # use only its first n prompts; 0: all
     temperature: Scale = by_size(1., .8)     # of samples, above 0
-    shareable = False              # its rounds are runs of their own
-    inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
-                  samples='candidates')
 
     def __post_init__(self):
         super().__post_init__()

@@ -8,6 +8,7 @@ __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'farm_world', 'population', 'name
 # %% ../nbs/farm.ipynb #e2ff0440
 import os, time
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import torch
 
@@ -22,7 +23,8 @@ from .run.jobs import Job, run_jobs, study_job
 from .run.paths import at_root, notebooks_folder
 from .run.runs import check_run_folder, read_summary, recipes, run_config, start
 from .run.runs import write_csv
-from .run.settings import command, Count, Positive, refuse_unknown
+from .run.settings import ASIDE, command, Count, Judge, Labels, Positive
+from .run.settings import refuse_unknown
 from .worlds.folder import check_sizes, read_world, ROLES, World
 
 # %% ../nbs/farm.ipynb #4dbe3763
@@ -35,14 +37,14 @@ class FarmConfig(JudgedConfig):
     methods: list[str] = field(default_factory=list)  # of the board; empty: all of farm.yaml
     seeds: Positive = 1  # replicates; those after the first in <runs>/seed_1, seed_2, ...
     size: str = 'default'  # default, quick (coarser), or a file like nbs/recipes/quick.yaml
-    workers: Count = 0                    # runs side by side; 0 for the number of cores
-    place: str = ''  # where the runs are made: empty for this machine, ray or slurm
-    crowd: str = ''  # annotators for the second training; empty: the crowd of each world
-    held_out: str = ''  # those who judge the board; empty: the held-out crowd of each world
-    pool: str = ''  # simulated annotators: they label and judge; empty: the pool of each world
-    labels: str = ''  # people's labels of the answers, to correct the win rates under held_out
-    annotator_fields = ROLES
-    inputs = dict.fromkeys(ROLES, ('preferences', 'model')) | dict(labels='preferences')
+    workers: Annotated[Count, ASIDE] = 0  # runs side by side; 0 for the number of cores
+    # where the runs are made: empty for this machine, ray or slurm
+    place: Annotated[str, ASIDE] = ''
+    crowd: Judge = ''  # annotators for the second training; empty: the crowd of each world
+    held_out: Judge = ''  # those who judge the board; empty: the held-out crowd of each world
+    pool: Judge = ''  # simulated annotators: they label and judge; empty: the pool of each world
+    # people's labels of the answers, to correct the win rates under held_out
+    labels: Labels = ''
 
     def __post_init__(self):
         super().__post_init__()

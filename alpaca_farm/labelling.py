@@ -8,7 +8,7 @@ __all__ = ['LabellingConfig', 'pairs_to_label', 'LabellingQueue', 'person_labels
 # %% ../nbs/labelling.ipynb #eb8df76c
 import html, json, time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -20,25 +20,27 @@ from .judging.stats import FEWEST_LABELS, wilson
 from .run.files import digest
 from .run.paths import at_root
 from .run.runs import ensure_inputs, start
-from .run.settings import command, Config, Count, Named, Share
+from .run.settings import ASIDE, command, Config, Count, Named, Reads, Share
 
 # %% ../nbs/labelling.ipynb #ab425f7a
 @dataclass
 class LabellingConfig(Config):
     "Settings of labelling by people."
     out: str = 'runs/labelling'         # run folder
-    outputs: Named = 'runs/samples'     # pairs or candidates: a run of best_of_n, or a file
-    against: str = ''                   # answers to show beside those in `outputs`, as output_1
+    # pairs or candidates: a run of best_of_n, or a file
+    outputs: Annotated[Named, Reads(('candidates', 'outputs'))] = 'runs/samples'
+    # answers to show beside those in `outputs`, as output_1
+    against: Annotated[str, Reads(('outputs',))] = ''
     columns: str = ''                   # names of columns: ours, equals sign, yours
     draw: Count = 0                     # label only so many instructions, drawn at random; 0: all
     # draw within groups of pairs: by the longer answer, or by a judge's verdict
     strata: Literal['', 'length', 'verdict'] = ''
-    store: str = 'runs/answers.sqlite'  # where labels are stored, together with answers of judges
+    # where labels are stored, together with answers of judges
+    store: Annotated[str, ASIDE] = 'runs/answers.sqlite'
     person: str = ''  # name of the person labelling; empty: use the labels so far
-    repeat: Share = 0.1                 # share of the pairs that are shown again, swapped
+    # share of the pairs that are shown again, swapped
+    repeat: Annotated[Share, ASIDE] = 0.1
     max_instances: Count = 0            # use only the first n pairs; 0: all
-    inputs = dict(outputs=('candidates', 'outputs'), against='outputs')
-    aside = Config.aside + ('store', 'repeat')   # the labels themselves are part of the identity
 
 # %% ../nbs/labelling.ipynb #677b72ed
 def _person_sees_swapped(

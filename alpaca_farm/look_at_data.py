@@ -35,7 +35,7 @@ from .judging.stats import wilson
 from .model.loading import load_tokenizer
 from .run.paths import at_root
 from .run.runs import start, write_figure
-from .run.settings import by_size, command, Count
+from .run.settings import by_size, command, Count, MODEL, Reads, SIZES
 from .train.answers import PromptConfig
 from .train.labelled import answer_labels
 from .train.preflight import settle
@@ -45,13 +45,14 @@ from .train.preflight import settle
 class LookAtDataConfig(PromptConfig):
     "Settings of a look at data."
     out: str = 'runs/look_at_data'  # run folder
-    data: str = 'runs/annotators'   # file, dataset folder, run folder or hub name
+    # file, dataset folder, run folder or hub name
+    data: Annotated[str, Reads()] = 'runs/annotators'
     split: str = ''                 # one of a folder's files; empty: all that are known by name
-    policy: str = 'runs/sft'        # whose tokenizer and template are used
+    # whose tokenizer and template are used
+    policy: Annotated[str, MODEL, SIZES] = 'runs/sft'
     columns: str = ''               # names of columns: ours, equals sign, yours
     max_instances: Count = 0        # use only the first n rows of each file; 0: all
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
-    inputs = dict(data=(), policy='model')
 
     def __post_init__(self):
         super().__post_init__()

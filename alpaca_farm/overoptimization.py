@@ -31,7 +31,7 @@ from .model.rewards import reward
 from .run.paths import at_root
 from .run.progress import Progress
 from .run.runs import methods, run_config, run_of, start, write_csv
-from .run.settings import command, Positive
+from .run.settings import command, MODEL, Positive, Reads, SIZES
 from .train.answers import log_ratios, sample, SampleConfig
 from .worlds.folder import read_world, World
 
@@ -47,16 +47,17 @@ POLICIES += [f'runs/rloo_free{end}' for end in _LABELS]   # without a penalty
 class OverConfig(SampleConfig, JudgedConfig):
     "Settings of the measurement of over-optimisation."
     out: str = 'runs/overoptimization'      # run folder
-    policy: str = 'runs/sft'                # SFT, from which distances are measured
-    bank: str = 'runs/bank'                 # a run of best_of_n with many of its samples
-    references: str = 'runs/references'     # its answers that policies are compared with
-    proxies: list[str] = field(default_factory=lambda: PROXIES)  # reward models
-    policies: list[str] = field(default_factory=lambda: POLICIES)  # best with checkpoints
-    world: str = 'runs/world'               # the world, with a utility and held-out judges
+    policy: Annotated[str, MODEL, SIZES] = 'runs/sft'  # SFT, from which distances are measured
+    bank: Annotated[str, Reads(('candidates',))] = 'runs/bank'  # a run of best_of_n with many of its samples
+    # its answers that policies are compared with
+    references: Annotated[str, Reads(('candidates',))] = 'runs/references'
+    # reward models
+    proxies: Annotated[list[str], Reads()] = field(default_factory=lambda: PROXIES)
+    # best with checkpoints
+    policies: Annotated[list[str], Reads()] = field(default_factory=lambda: POLICIES)
+    world: Annotated[str, Reads()] = 'runs/world'  # the world, with a utility and held-out judges
     instances: Annotated[int, Ge(2)] = 150  # instructions of the bank to use
     answers: Positive = 4                   # answers of each policy to each of them
-    inputs = dict(policy='model', bank='candidates', references='candidates', proxies=(),
-                  policies=(), world=())
 
 # %% ../nbs/overoptimization.ipynb #152ddf00
 def _score_bank(bank: list[dict], score) -> np.ndarray:

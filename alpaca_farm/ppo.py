@@ -27,7 +27,8 @@ from .model.policy import Policy
 from .model.rewards import reward
 from .run.processes import rank
 from .run.runs import start
-from .run.settings import Amount, by_size, command, Positive, Scale, Schedule, Share
+from .run.settings import Amount, by_size, command, Positive, Rows, Scale, Schedule
+from .run.settings import Share
 from .train.answers import load_split
 from .train.online import CheckpointSelector, finish_run, in_micro_batches
 from .train.online import load_prompts, OnlineConfig, prompt_indices, rollout_scores
@@ -118,7 +119,8 @@ class PPOConfig(OnlineConfig):
     out: str = 'runs/ppo'                  # run folder
     temperature: Scale = by_size(1., .8)   # of samples and of the log-probs that are compared
     steps: Positive = 48                   # rollouts, each followed by its updates
-    advantage: Literal[*ADVANTAGES] = 'gae'  # baseline of the rewards, a name of the table
+    # baseline of the rewards, a name of the table
+    advantage: Annotated[Literal[*ADVANTAGES], Rows(ADVANTAGES)] = 'gae'
     group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers a prompt
     # what weighs the same in the loss: each token of a step, or each answer, whatever its length
     average: Literal['token', 'answer'] = 'token'
@@ -138,7 +140,6 @@ class PPOConfig(OnlineConfig):
     learning_rate: Amount = by_size(5e-4, 1e-6)  # peak learning rate of the policy
     lr_schedule: Schedule = 'constant'     # how the learning rate falls
     adam_eps: Amount = 1e-5                # AdamW's epsilon
-    tables = dict(advantage=ADVANTAGES)
 
     def __post_init__(self):
         super().__post_init__()

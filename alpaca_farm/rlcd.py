@@ -29,7 +29,7 @@ from .model.writer import LocalWriter, ServedWriter
 from .run.files import atomic_write, read_json, read_yaml
 from .run.paths import at_root, notebooks_folder, root
 from .run.runs import start
-from .run.settings import command, Count, Named, Positive, Scale
+from .run.settings import command, Count, MODEL, Named, Positive, Reads, Scale, SIZES
 from .train.answers import SampleConfig
 from .train.trainer import in_chunks
 
@@ -178,22 +178,23 @@ class RLCDConfig(SampleConfig, ApiConfig):
     # how the pairs and their labels are made
     method: Literal['rlcd', 'rlaif', 'rlcd_rescore', 'context_distillation'] = 'rlcd'
     task: str = 'world'                       # name of a task in nbs/recipes/tasks, or a YAML file
-    data: Named = 'runs/world'                # dataset folder, file or hub name with prompts
+    # dataset folder, file or hub name with prompts
+    data: Annotated[Named, Reads(splits=('split',))] = 'runs/world'
     split: str = 'preference'                 # split with the prompts
     columns: str = ''                         # names of columns: ours, equals sign, yours
     max_instances: Count = 0                  # use only the first n prompts; 0: all
     # model that writes and judges
-    policy: str = 'runs/dialogue_world'
+    policy: Annotated[str, MODEL, SIZES] = 'runs/dialogue_world'
     served: str = ''  # name of a model behind base_url that does so instead; policy is empty then
     both_orders: bool = False  # judge in both orders and average; else in one, as published
-    samples: str = ''  # of rlcd_rescore, context_distillation: run of rlcd
+    # of rlcd_rescore, context_distillation: run of rlcd
+    samples: Annotated[str, Reads(('items',))] = ''
     max_retries: Count = 5  # times an answer is written anew after the task's filters reject it
     top_k: Count = 0                          # sample only from this many likeliest tokens; 0: all
     chunk: Positive = 64  # prompts that are written together; also between checkpoints
     max_prompt: Positive = 100                # longer prompts are left out, counted and reported
     template: Literal['raw', 'chat'] = 'raw'  # prompt format
     temperature: Scale = 1.0                  # of samples, above 0
-    inputs = dict(data='split', policy='model', samples='items')
 
     def __post_init__(self):
         super().__post_init__()

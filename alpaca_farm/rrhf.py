@@ -27,8 +27,8 @@ from .model.rewards import label_count, reward, RewardConfig
 from .run.files import read_json
 from .run.processes import once
 from .run.runs import read_log, start
-from .run.settings import Amount, as_list, by_size, command, Count, Named, Positive
-from .run.settings import Schedule, TrainConfig
+from .run.settings import Amount, as_list, by_size, command, Count, MODEL, Named
+from .run.settings import Positive, Reads, Schedule, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, end_turns, sample
 from .train.answers import SampleConfig
 from .train.preflight import preflight, settle
@@ -39,9 +39,9 @@ from .train.trainer import batches, step_seed, Trainer
 class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     "Settings of RRHF."
     out: str = 'runs/rrhf'                   # run folder
-    policy: Named = 'runs/sft'               # where training starts, and the reference
+    policy: SizedModel = 'runs/sft'          # where training starts, and the reference
     # runs or files; empty for the policy's own only
-    candidates: str | list[str] = 'runs/candidates'
+    candidates: Annotated[str | list[str], Reads(('candidates',))] = 'runs/candidates'
     sources: list[str] = field(default_factory=list)  # use only candidates from these; empty: all
     k: Annotated[int, Ge(2)] = 12  # candidates of a query: the first k different ones that fit
     n: Count = 0                             # how many of them the policy generates
@@ -55,8 +55,10 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     length_penalty: Amount = 1.0  # log-probs are divided by the length to this power
     rank_reduction: Literal['mean', 'sum'] = 'mean'  # over the pairs of a query
     rrhf_weight: Amount = 1.0                # weight of the rank loss against the imitation loss
-    perplexity_model: str = ''  # model that measures the perplexity of answers; empty: none
-    data: Named = 'runs/world'               # dataset whose eval split is answered at the end
+    # model that measures the perplexity of answers; empty: none
+    perplexity_model: Annotated[str, MODEL] = ''
+    # dataset whose eval split is answered at the end
+    data: Annotated[Named, Reads(splits=('split', 'eval_split'))] = 'runs/world'
     split: str = 'unlabeled'                 # split with the queries when `candidates` is empty
     epochs: Positive = by_size(4, 3)         # passes over the queries
     # tokens of prompt and answer together; longer candidates are left out
@@ -66,8 +68,6 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
     batch_size: Positive = by_size(8, 8)     # queries per optimiser step
     save_every: Count = 50                   # steps between saved policies model-<step>/; 0: none
-    inputs = dict(candidates='candidates', policy='model', reward_model='model',
-                  perplexity_model='model', data=('split', 'eval_split'))
 
     def __post_init__(self):
         super().__post_init__()

@@ -18,7 +18,8 @@ from .data.text import encode
 from .model.logprobs import load_policy, logprobs, save_model
 from .model.policy import Policy
 from .run.runs import read_log, start
-from .run.settings import Amount, by_size, command, Count, Named, Positive, TrainConfig
+from .run.settings import Amount, by_size, command, Count, Named, Positive, Reads
+from .run.settings import SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, load_split
 from .train.preflight import preflight, settle
 from .train.trainer import batches, example_lengths, token_batch, Trainer
@@ -28,18 +29,18 @@ from .train.trainer import batches, example_lengths, token_batch, Trainer
 class SFTConfig(TrainConfig, AnswerConfig):
     "Settings of supervised fine-tuning."
     out: str = 'runs/sft'                    # run folder
-    data: Named = 'runs/world'               # dataset folder, file or hub name with demonstrations
+    # dataset folder, file or hub name with demonstrations
+    data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
     split: str = 'sft'                       # split to train on
     val_split: str = 'val'  # held-out split for the likelihood before and after; empty: none
     turns: Literal['all', 'last'] = 'all'    # of the assistant in a dialogue that are learned
-    policy: Named = 'runs/world'             # the base model
+    policy: SizedModel = 'runs/world'        # the base model
     epochs: Positive = by_size(1, 1)         # passes over the demonstrations
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and response together
     learning_rate: Amount = by_size(2e-3, 2e-5)  # AdamW's peak learning rate
     batch_size: Positive = by_size(16, 16)   # demonstrations per optimiser step
     max_instances: Count = 0                 # use only the first n demonstrations; 0: all
     eval_every: Count = 0  # steps between measurements of val_loss on val_split; 0: at the end
-    inputs = dict(data=('split', 'val_split', 'eval_split'), policy='model')
 
     def __post_init__(self):
         super().__post_init__()

@@ -8,6 +8,7 @@ __all__ = ['WombatConfig', 'rate', 'run']
 # %% ../nbs/wombat.ipynb #4e5ce4fe
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from .ask.client import ApiClient, ApiConfig, ask
 from .data.dialogues import full_instruction, prompt_key
@@ -18,7 +19,7 @@ from .judging.parsers import verdict_text
 from .judging.pools import report_missing
 from .judging.stats import mean
 from .run.runs import start
-from .run.settings import command, Count
+from .run.settings import command, Count, Reads
 
 # %% ../nbs/wombat.ipynb #dc190ae3
 @dataclass
@@ -26,11 +27,11 @@ class WombatConfig(ApiConfig):
     "Settings of candidates by several models."
     out: str = 'runs/wombat'    # run folder
     # runs or files with the models' answers
-    candidates: list[str] = field(default_factory=lambda: ['runs/candidates'])
+    candidates: Annotated[list[str], Reads(('candidates', 'preferences', 'outputs'))] = field(
+        default_factory=lambda: ['runs/candidates'])
     columns: str = ''           # names of columns: ours, equals sign, yours
     max_instances: Count = 800  # use only the first n prompts; 0: all
     rater: str = ''  # model behind base_url that rates; empty: scores of the files, or none
-    inputs = dict(candidates=('candidates', 'preferences', 'outputs'))
 
 # %% ../nbs/wombat.ipynb #fc822694
 def _rating_order(query: dict, seed: int) -> list[int]:

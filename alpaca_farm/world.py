@@ -66,7 +66,6 @@ class WorldConfig(TrainConfig):
     weight_decay: Amount = 0.05               # AdamW's weight decay, on matrices only
     betas: Betas = field(default_factory=lambda: [0.9, 0.98])  # AdamW's betas
     checkpoint_every: Positive = 250          # steps, or ten minutes, between checkpoints
-    shareable = False            # it writes a dataset as well
 
     def __post_init__(self):
         super().__post_init__()

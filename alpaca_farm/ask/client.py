@@ -24,7 +24,7 @@ from ..data.shown import request_text
 from ..run.files import json_text
 from ..run.paths import at_root
 from ..run.progress import Progress
-from ..run.settings import Amount, Config, Scale
+from ..run.settings import Amount, ASIDE, Config, Scale
 
 # %% ../../nbs/ask/client.ipynb #50a2c667
 def parse_mapping(
@@ -50,14 +50,18 @@ class ApiConfig(Config):
     base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
     models: list[str] = field(default_factory=list)  # model, equals sign, its replacement
     decoding: list[str] = field(default_factory=list)  # field of requests, equals sign, value
-    store: str = 'runs/answers.sqlite'  # file of all answers, shared by runs and processes
-    concurrency: Annotated[int, Interval(ge=1, le=1000)] = 64  # requests under way at a time
-    timeout: Scale = 120.0    # seconds of silence after which a request is sent again
+    # file of all answers, shared by runs and processes
+    store: Annotated[str, ASIDE] = 'runs/answers.sqlite'
+    # requests under way at a time
+    concurrency: Annotated[int, Interval(ge=1, le=1000), ASIDE] = 64
+    # seconds of silence after which a request is sent again
+    timeout: Annotated[Scale, ASIDE] = 120.0
     # times a request is sent before it counts as failed
-    tries: Annotated[int, Interval(ge=1, le=1000)] = 15
-    budget: Amount = 0.0  # most dollars for all starts of this run folder; 0 for no limit
-    prices: str = ''  # YAML file of prices, `name: [in, out]`, dollars per million tokens
-    aside = Config.aside + ('store', 'concurrency', 'timeout', 'tries', 'budget', 'prices')
+    tries: Annotated[int, Interval(ge=1, le=1000), ASIDE] = 15
+    # most dollars for all starts of this run folder; 0 for no limit
+    budget: Annotated[Amount, ASIDE] = 0.0
+    # YAML file of prices, `name: [in, out]`, dollars per million tokens
+    prices: Annotated[str, ASIDE] = ''
 
     def __post_init__(self):
         super().__post_init__()

@@ -28,8 +28,7 @@ from ..judging.stats import one_hot_votes, vote_mode
 from ..run.paths import at_root
 from ..run.progress import Progress
 from ..run.runs import ensure_inputs, run_config, start, write_csv, write_figure
-from ..run.settings import command, Count
-
+from ..run.settings import command, Count, Reads
 
 # %% ../../nbs/boards/agreement.ipynb #8b8bfc52
 SETS = ['runs/world/labelled.json']
@@ -42,13 +41,11 @@ class AgreementConfig(ApiConfig, JudgedConfig):
     "Settings of a comparison of judges with people."
     out: str = 'runs/agreement'          # run folder
     # labelled pairs: files (*: several) or module:name
-    sets: Annotated[list[str], Len(1)] = field(default_factory=lambda: SETS)
+    sets: Annotated[list[str], Len(1), Reads()] = field(default_factory=lambda: SETS)
     # annotators or files of verdicts (file#name)
-    judges: Annotated[list[str], Len(1)] = field(default_factory=lambda: COMPARED)
+    judges: Annotated[list[str], Len(1), Reads(role='judge')] = field(default_factory=lambda: COMPARED)
     max_instances: Count = 0             # use only the first n pairs of each set; 0: all
     draws: Annotated[int, Ge(10)] = 400  # bootstrap draws
-    inputs = dict(sets=(), judges=())
-    annotator_fields = ('judges',)
 
     def __post_init__(self):
         super().__post_init__()

@@ -9,6 +9,7 @@ __all__ = ['CompareConfig', 'run']
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Annotated
 from itertools import combinations
 
 import numpy as np
@@ -23,18 +24,20 @@ from ..judging.pools import annotator_name
 from ..judging.stats import win_rate_interval
 from ..run.paths import at_root
 from ..run.runs import read_log, read_signed, start, write_csv, write_figure
-from ..run.settings import command, Count
+from ..run.settings import command, Count, Judge, Labels, Reads
 
 # %% ../../nbs/boards/compare.ipynb #e5ca51a0
 @dataclass
 class CompareConfig(JudgedConfig):
     "Settings of a comparison."
     out: str = 'runs/compare'  # run folder
-    folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # to compare
-    annotators: str = 'runs/world/held_out_crowd.json'  # judge, as in the annotators notebook
-    labels: str = ''           # people's labels of some pairs, to correct the judge
+    # to compare
+    folders: Annotated[list[str], Reads()] = field(
+        default_factory=lambda: ['runs/dpo', 'runs/ppo'])
+    # judge, as in the annotators notebook
+    annotators: Judge = 'runs/world/held_out_crowd.json'
+    labels: Labels = ''        # people's labels of some pairs, to correct the judge
     examples: Count = 3        # number of instructions whose answers are shown
-    inputs = dict(folders=(), annotators=('preferences', 'model'), labels='preferences')
 
     def __post_init__(self):
         super().__post_init__()

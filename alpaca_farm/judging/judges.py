@@ -526,15 +526,14 @@ def load_annotators(
 # %% ../../nbs/judging/judges.ipynb #b04fd6df
 class JudgedConfig(Config):
     "Settings some of which name annotators."
-    annotator_fields = ('annotators',)  # the settings that do (a class attribute, no setting)
 
     def check_path(self, name: str, value: str):
-        if value and name in self.annotator_fields and ':' not in value:
+        if value and self.inputs[name].role == 'judge' and ':' not in value:
             check_annotators(name, value)
         else: super().check_path(name, value)
 
     def files_of(self, name: str, value: str) -> list[str]:
-        if name not in self.annotator_fields: return []
+        if self.inputs[name].role != 'judge': return []
         files = []
         for path in judge_files(value):
             inside = path.is_relative_to(root())

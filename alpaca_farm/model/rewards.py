@@ -9,7 +9,7 @@ __all__ = ['RewardConfig', 'score_records', 'reward', 'label_count']
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -24,14 +24,14 @@ from ..run.paths import at_root
 from ..run.processes import in_parts, once
 from ..run.progress import passes
 from ..run.runs import read_summary
-from ..run.settings import Amount, as_list, Config, resolve
+from ..run.settings import Amount, as_list, Config, MODEL, resolve
 
 # %% ../../nbs/model/rewards.ipynb #e9595f40
 @dataclass
 class RewardConfig(Config):
     "Settings of a reward."
     # a checkpoint, "module:function", or a list of them
-    reward_model: str | list[str] = 'runs/reward_model'
+    reward_model: Annotated[str | list[str], MODEL] = 'runs/reward_model'
     # how the scores of a list become one
     ensemble: Literal['mean', 'worst', 'uncertainty'] = 'mean'
     ensemble_coef: Amount = 0.5  # uncertainty: the penalty for a unit of variance among them

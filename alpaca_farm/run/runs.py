@@ -270,9 +270,10 @@ def content_hash(
 # %% ../../nbs/run/runs.ipynb #ca842680
 def _parts_read(cfg: Config, name: str) -> list[str]:
     "List the files and folders that a run reads of an input; [''] for all, none if it reads none."
-    words = as_list(cfg.inputs[name])
-    parts = [getattr(cfg, word) if word.endswith('split') else word for word in words]
-    return [part for part in parts if part] if words else ['']
+    reads = cfg.inputs[name]
+    if not (reads.files or reads.splits): return ['']
+    splits = [getattr(cfg, setting) for setting in reads.splits]
+    return [*reads.files, *filter(None, splits)]
 
 # %% ../../nbs/run/runs.ipynb #b3a08601
 def _find_part(folder: Path, part: str) -> list[Path]:
@@ -479,14 +480,13 @@ def _check_one_world(
     read: list[tuple],  # setting and path of each input
 ):
     "ValueError for defaults of the embedded world beside an input that is not of it."
-    judges = *getattr(cfg, 'annotator_fields', ()), 'labels'
     defaults = {}
     others = []
     for name, path in read:
         if ':' in path and not looks_like_hub(path): continue   # a function
         of_world = _of_embedded_world(path)
         if of_world and name not in cfg.named: defaults[name] = path
-        if not of_world and name not in judges: others.append(f'{name} = {path}')
+        if not of_world and not cfg.inputs[name].role: others.append(f'{name} = {path}')
     if not (defaults and others): return
     name, path = [*defaults.items()][0]
     raise ValueError(f'{", ".join(defaults)}: name yours, or the default itself (-p {name} {path}), '

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['Count', 'Seed', 'Named', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments',
-           'Betas', 'as_list', 'as_type', 'resolve', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults',
-           'Config', 'HardwareConfig', 'TrainConfig', 'field_comments', 'from_args', 'command']
+           'Betas', 'ASIDE', 'SIZES', 'MODEL', 'Model', 'SizedModel', 'Pairs', 'Judge', 'Labels', 'as_list', 'Reads',
+           'Mark', 'Rows', 'as_type', 'resolve', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config',
+           'HardwareConfig', 'TrainConfig', 'field_comments', 'from_args', 'command']
 
 # %% ../../nbs/run/settings.ipynb #37bea490
-import argparse, ast, dataclasses, difflib, importlib, json, os, re, sys, traceback, typing
+import argparse, ast, dataclasses, difflib, importlib, inspect, json, os, re, sys, traceback, typing
 import warnings
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
@@ -57,10 +58,48 @@ def as_list(value) -> list:
     if isinstance(value, (list, tuple)): return list(value)
     return [value] if value else []
 
+# %% ../../nbs/run/settings.ipynb #4e080872
+@dataclass(frozen=True)
+class Reads:
+    "Marks the type of a setting that names what a run reads; without files and splits it reads all."
+    files: tuple = ()   # names of files or folders in it, such as preferences or model
+    splits: tuple = ()  # settings that name splits in it
+    role: Literal['', 'judge', 'labels'] = ''  # it names who judges, or labels to judge by
+
+
+@dataclass(frozen=True)
+class Mark:
+    "Marks the type of a setting with a property of its own."
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    "Marks the type of a setting whose values are the rows of a table, with a text each."
+    table: dict
+
+
+ASIDE = Mark('aside')   # whatever its value, the result is the same
+SIZES = Mark('sizes')   # names the model whose size decides on what is left open
+
+# %% ../../nbs/run/settings.ipynb #43eb12f9
+MODEL = Reads(('model',))   # of a run, a checkpoint, a GGUF file or a name on the hub
+Model = Annotated[Named, MODEL]
+SizedModel = Annotated[Named, MODEL, SIZES]
+Pairs = Annotated[Named, Reads(('preferences',))]
+Judge = Annotated[str, Reads(('preferences', 'model'), role='judge')]   # as in `annotators`
+Labels = Annotated[str, Reads(('preferences',), role='labels')]         # of people
+
 # %% ../../nbs/run/settings.ipynb #af21711b
+def _without_marks(kind):
+    "Return a type without its bounds and marks."
+    return kind.__origin__ if hasattr(kind, '__metadata__') else kind
+
+
 def _as_written(value, kind):
     "Read a text as the list that its setting is, or may be: one in brackets, or the only element."
     import yaml
+    kind = _without_marks(kind)
     if not isinstance(value, str) or 'list' not in str(kind): return value
     if not value.startswith('['): return value if str(kind).startswith('str') else as_list(value)
     try: return yaml.safe_load(value)
@@ -79,6 +118,7 @@ def as_type(
     if error['type'] == 'string_type' and isinstance(error['input'], (int, float)):
         valid += ('. What you wrote may have been changed into this number: for papermill write '
                   f'-r {name} in place of -p, in YAML put it in quotes')
+    kind = _without_marks(kind)
     known = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
     raise ValueError(f'{name} = {value!r}: {valid}{_meant(value, known)}')
 
@@ -174,6 +214,20 @@ def _check_device(name: str):
     if kind == 'mps' and not torch.backends.mps.is_available():
         raise ValueError('device = mps: there is no Apple GPU; take cpu')
 
+# %% ../../nbs/run/settings.ipynb #56bc97c0
+def _read_marks(cls) -> tuple[dict, tuple, tuple, dict]:
+    "Read from the types of a class its inputs, settings aside, sized models and tables."
+    inputs = {}
+    marked = {ASIDE: [], SIZES: []}
+    tables = {}
+    for base in reversed(cls.__mro__):   # a subclass that has another default keeps the marks
+        for name, kind in inspect.get_annotations(base).items():
+            for mark in getattr(kind, '__metadata__', ()):
+                if isinstance(mark, Reads): inputs[name] = mark
+                elif isinstance(mark, Rows): tables[name] = mark.table
+                elif isinstance(mark, Mark): marked[mark].append(name)
+    return inputs, tuple(marked[ASIDE]), tuple(marked[SIZES]), tables
+
 # %% ../../nbs/run/settings.ipynb #d0c9d1a0
 class _Given:
     "Knows as `named` which settings were given, whatever their values."
@@ -186,17 +240,22 @@ class _Given:
 @dataclass
 class Config(_Given):
     "Settings that every run has."
-    out: str = ''         # run folder
+    out: Annotated[str, ASIDE] = ''  # run folder
     seed: Seed = 0        # random seed; runs that differ in nothing else are replicates
     device: str = 'auto'  # cpu, cuda, cuda:1, mps, ...; auto: an NVIDIA GPU when there is one
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 on GPU
-    tracker: Literal['', 'wandb', 'tensorboard', 'trackio'] = ''  # empty: nothing leaves the machine
-    # class attributes: settings that name what this run reads, and which files of it; those without
-    # influence on the result; and the setting that names the model whose size decides on what is
-    # left open
+    # empty: nothing leaves the machine
+    tracker: Annotated[Literal['', 'wandb', 'tensorboard', 'trackio'], ASIDE] = ''
+    # class attributes, read from the types: what the settings name that is read, those without
+    # influence on the result, those whose model's size decides, and tables of valid values
     inputs = {}
-    aside = ('out', 'workers', 'place', 'tracker', 'save_total_limit')
-    sized_by = 'policy'
+    aside = ('out', 'tracker')
+    sized_by = ()
+    tables = {}
+
+    def __init_subclass__(cls, **more):
+        super().__init_subclass__(**more)
+        cls.inputs, cls.aside, cls.sized_by, cls.tables = _read_marks(cls)
 
     def __post_init__(self):
         no_secrets(asdict(self))   # before a message shows a value
@@ -230,14 +289,21 @@ def _convert(self: Config):
         if name in sized and value is None: self.left_open.append(name)
         else: setattr(self, name, as_type(name, value, kind))
 
+# %% ../../nbs/run/settings.ipynb #ed6356bc
+@patch
+def sized_model(self: Config) -> tuple[str, str]:
+    "Return the setting that names the model whose size decides, and that model."
+    for name in self.sized_by:
+        if getattr(self, name): return name, getattr(self, name)
+    return '', ''
+
 # %% ../../nbs/run/settings.ipynb #96210699
 @patch
 def defaults_by_size(self: Config) -> dict:
     "Compute the settings that were left open from the number of weights."
-    default = getattr(type(self), self.sized_by, '')
-    spec = getattr(self, self.sized_by, '')
+    name, spec = self.sized_model()
     # a model that is not here: the embedded world's, whose runs can be made, or any other
-    weights = count_weights(spec) or (1e6 if spec == default else 7e9)
+    weights = count_weights(spec) or (1e6 if spec == getattr(type(self), name, '') else 7e9)
     self.weights_counted = weights
     found = {}
     for name, pair in sized_defaults(type(self)).items():
@@ -291,7 +357,6 @@ class HardwareConfig(Config):
     gradient_checkpointing: bool = False  # compute activations twice instead of keeping them
     optimizer: Literal['adamw', 'adamw_8bit'] = 'adamw'  # adamw_8bit: moments of one byte
     forward_batch: Count = 0              # rows of a pass without gradients; 0: by memory
-    shareable = True                     # by several processes (a class attribute, no setting)
 
     def __post_init__(self):
         super().__post_init__()
@@ -315,7 +380,7 @@ class TrainConfig(HardwareConfig):
     adam_eps: Amount = 1e-8          # AdamW's epsilon
     max_grad_norm: Amount = 1.0      # gradients are clipped to this norm
     checkpoint_every: Positive = 50  # steps, or ten minutes, between checkpoints
-    save_total_limit: Count = 0      # of the folders model-<step>/ keep the newest n; 0 for all
+    save_total_limit: Annotated[Count, ASIDE] = 0  # of the folders model-<step>/ keep the newest n; 0 for all
 
     def __post_init__(self):
         super().__post_init__()
@@ -366,7 +431,7 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
                         help='YAML file of settings')
     default = asdict(cls())
     comments = field_comments(cls)
-    for name, table in getattr(cls, 'tables', {}).items():   # of named functions, with a text each
+    for name, table in cls.tables.items():
         comments[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
     if sizes := sized_defaults(cls): parser.epilog = _BY_SIZE
     for name, (toy, large) in sizes.items():

@@ -20,8 +20,8 @@ from ..model.generation import generate, Sample
 from ..model.logprobs import response_logprobs
 from ..model.policy import Policy
 from ..run.paths import at_root
-from ..run.settings import Amount, Arguments, as_list, by_size, Config, Count, Nucleus
-from ..run.settings import Positive, Template
+from ..run.settings import Amount, Arguments, by_size, Config, Count, Nucleus, Positive
+from ..run.settings import Template
 
 # %% ../../nbs/train/answers.ipynb #31bd2fa0
 @dataclass
@@ -166,7 +166,8 @@ def load_split(
     "Load the records of the split that a setting names; an error names the setting."
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
-    splits = [s for s in as_list(cfg.inputs.get('data', setting)) if s in splits_read(cfg)]
+    known = cfg.inputs['data'].splits if 'data' in cfg.inputs else ()
+    splits = [s for s in known if s in splits_read(cfg)]
     if len(splits) > 1 and at_root(cfg.data).is_file():
         raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} '
                          'at once: name a folder with a file for each, or leave all but one empty')

@@ -27,7 +27,8 @@ from ..model.policy import load_adapter, Policy
 from ..model.rewards import label_count, RewardConfig
 from ..run.processes import add_up, once, rank
 from ..run.runs import read_log
-from ..run.settings import by_size, Count, Named, Positive, Scale, TrainConfig
+from ..run.settings import by_size, Count, Judge, Named, Positive, Reads, Scale
+from ..run.settings import SizedModel, TrainConfig
 from .answers import answer_eval_split, AnswerConfig, fitting_prompts, load_split
 from .answers import prompt_fields, sample, sample_answers, SampleConfig
 from .trainer import step_seed, Trainer
@@ -36,8 +37,9 @@ from .trainer import step_seed, Trainer
 @dataclass
 class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of a method that learns from its own samples."
-    policy: Named = 'runs/sft'             # the initial policy, which is also the reference
-    data: Named = 'runs/world'             # dataset folder with prompts
+    policy: SizedModel = 'runs/sft'        # the initial policy, which is also the reference
+    # dataset folder with prompts
+    data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
     split: str = 'unlabeled'               # prompts that are answered in training
     steps: Positive = 16                   # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 192  # answers per step
@@ -45,15 +47,13 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     # score of an answer cut off; empty: none
     missing_eos: Literal['replace', 'subtract', ''] = 'replace'
     missing_eos_value: float = 1.0  # replace: the score becomes minus this; subtract: less by this
-    annotators: str = ''  # judge whose labels choose the checkpoint; empty for the last
+    annotators: Judge = ''  # judge whose labels choose the checkpoint; empty for the last
     val_split: str = 'val'                 # split the checkpoint is chosen on
     val_instances: Count = 250             # use only the first n instructions of it; 0: all
     eval_every: Positive = 4               # steps between evaluations on it
     save_every: Count = 4                  # save model-<step>/ every n steps; 0: none
     checkpoint_every: Positive = 2         # steps, or ten minutes, between checkpoints
     temperature: Scale = by_size(1., .8)   # of samples, above 0
-    inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
-                  annotators=('preferences', 'model'))
 
     def __post_init__(self):
         super().__post_init__()

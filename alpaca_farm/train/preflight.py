@@ -80,7 +80,7 @@ def settle(
     cfg = run.cfg
     if records: _show_first(records, tokenizer, cfg.template, sampled)
     if not cfg.left_open: return
-    model = getattr(cfg, cfg.sized_by)
+    _, model = cfg.sized_model()
     if looks_like_hub(model) and not count_weights(model): hub_snapshot(model)
     settings = vars(cfg) | cfg.defaults_by_size()
     left_open = {k: pair for k, pair in sized_defaults(type(cfg)).items() if k in cfg.left_open}

@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 
 from alpaca_farm import best_of_n, dpo
 from alpaca_farm.boards.judged import read_answers
-from alpaca_farm.train import preflight
 from alpaca_farm.data.records import load_records
 from alpaca_farm.data.text import check_limit
 from alpaca_farm.dpo import DPOConfig
@@ -25,6 +24,7 @@ from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import CHECKS, few_steps, Health, is_fresh, read_summary, Run
 from alpaca_farm.run.settings import from_args, sized_defaults
 from alpaca_farm.sft import SFTConfig
+from alpaca_farm.train import preflight
 from alpaca_farm.train.preflight import settle
 
 

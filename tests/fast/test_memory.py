@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from alpaca_farm import sft
-from alpaca_farm.train import trainer as training
 from alpaca_farm.model import generation, logprobs as core_models, memory, rewards
 from alpaca_farm.model.logprobs import load_policy, load_scalar, response_logprobs
 from alpaca_farm.run.runs import read_log
+from alpaca_farm.train import trainer as training
 from alpaca_farm.train.answers import answering, load_split, sample_answers
 from alpaca_farm.train.trainer import Trainer
 

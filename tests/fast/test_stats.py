@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import tiny
-from alpaca_farm.judging import stats
 from alpaca_farm.data.pairs import hash_uniform
+from alpaca_farm.judging import stats
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 recorded = pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='no recorded verdicts')

@@ -8,13 +8,13 @@ import torch
 
 import tiny
 from alpaca_farm import overoptimization
-from alpaca_farm.train import online
 from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.model.policy import Policy
 from alpaca_farm.overoptimization import OverConfig
 from alpaca_farm.ppo import PPOConfig, value_model
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, read_summary
+from alpaca_farm.train import online
 from alpaca_farm.train.online import CheckpointSelector, OnlineConfig
 from tiny import randn
 

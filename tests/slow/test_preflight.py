@@ -6,10 +6,10 @@ import pytest
 
 import tiny
 from alpaca_farm import ppo, sft
-from alpaca_farm.train import trainer as training
 from alpaca_farm.model import generation
 from alpaca_farm.model.logprobs import load_policy, load_scalar
 from alpaca_farm.model.rewards import reward
+from alpaca_farm.train import trainer as training
 
 METHODS = 'sft', 'dpo', 'binary_feedback', 'rrhf', 'ppo', 'quark'
 @pytest.fixture

@@ -11,13 +11,13 @@ import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
 from alpaca_farm.ask.client import ApiConfig
+from alpaca_farm.data.pairs import swap_outputs
 from alpaca_farm.data.records import load_records
 from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.model.writer import _shown_label, LocalWriter, ServedWriter, Written
-from alpaca_farm.data.pairs import swap_outputs
+from alpaca_farm.rlcd import _task_file, read_task, RLCDConfig
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
-from alpaca_farm.rlcd import _task_file, read_task, RLCDConfig
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
