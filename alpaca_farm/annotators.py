@@ -25,8 +25,8 @@ from .judging.pools import annotator_name, decide_vote, draw_annotator
 from .judging.pools import mean_preferences, pool_members, report_missing
 from .judging.prompts import is_population
 from .judging.stats import Interval, wilson, win_rate_interval
-from .run.runs import start
-from .run.settings import command, Count, Judge, Named, Positive, Reads, resolve
+from .run.runs import makes_run, Run
+from .run.settings import Count, Judge, Named, Positive, Reads, resolve
 from .worlds.folder import read_world
 
 # %% ../nbs/annotators.ipynb #0cdfba01
@@ -175,10 +175,9 @@ def _write_unanswered(this_run, rows, clients, n):
     print(f'no verdict on {len(rows)} of {n} pairs: see {this_run.path("unanswered.json")}')
 
 # %% ../nbs/annotators.ipynb #c37b5f40
-def run(cfg: AnnotatorsConfig):
+@makes_run(AnnotatorsConfig)
+def run(cfg: AnnotatorsConfig, run: Run):
     "Annotate pairs; writes preferences.json, summary.json and, for API judges, annotations.json."
-    this_run = start(cfg, run)
-    if this_run.done: return this_run
     pairs = load_pairs(cfg)
     pool = load_annotators(cfg.annotators, cfg)
     clients = api_clients(pool)
@@ -198,9 +197,9 @@ def run(cfg: AnnotatorsConfig):
         (unlabelled if row['preference'] is None else labelled).append(row)
     if not clients: _add_expected(rows, pairs, pool, share)
     judged = _judged(clean)
-    this_run.write('preferences.json', labelled)
-    if clients: this_run.write('annotations.json', to_alpaca_eval(judged))
-    if unlabelled: _write_unanswered(this_run, unlabelled, clients, len(rows))
+    run.write('preferences.json', labelled)
+    if clients: run.write('annotations.json', to_alpaca_eval(judged))
+    if unlabelled: _write_unanswered(run, unlabelled, clients, len(rows))
     check_all_answered(pool, f'{len(labelled)} of {len(rows)} pairs are labelled')
     if not labelled: raise ValueError(f'there is no verdict on any of the {len(rows)} pairs')
     if not cfg.ask_flipped:   # half of the coins are wrong
@@ -212,9 +211,5 @@ def run(cfg: AnnotatorsConfig):
         preferences = [r['preference'] for r in judged]
         summary |= win_rate_interval(preferences).columns('win_rate')
     ties = float(np.mean([r['preference'] == 1.5 for r in labelled]))
-    this_run.finish(labels=len(labelled), unanswered=len(unlabelled), unasked=coins, ties=ties,
-                    **usage_totals(clients), **summary)
-    return this_run
-
-# %% ../nbs/annotators.ipynb #ce08fdf0
-command(AnnotatorsConfig, run)
+    return dict(labels=len(labelled), unanswered=len(unlabelled), unasked=coins, ties=ties,
+                **usage_totals(clients), **summary)

@@ -22,8 +22,8 @@ from .model.logprobs import load_policy
 from .model.rewards import label_count, reward, RewardConfig
 from .model.writer import ServedWriter
 from .run.paths import at_root
-from .run.runs import run_config, start
-from .run.settings import command, Count, MODEL, Named, Positive, Reads, SIZES
+from .run.runs import makes_run, Run, run_config
+from .run.settings import Count, MODEL, Named, Positive, Reads, SIZES
 from .train.answers import answer_figures, fitting_prompts, prompt_fields
 from .train.answers import sample_answers, SampleConfig
 from .train.preflight import preflight, settle
@@ -161,11 +161,10 @@ def _reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
     return figures
 
 # %% ../nbs/best_of_n.ipynb #54bacab4
-def run(cfg: BestOfNConfig):
+@makes_run(BestOfNConfig)
+def run(cfg: BestOfNConfig, run: Run):
     "Answer with the best of n samples; writes candidates.json, outputs.json and summary.json."
-    this_run = start(cfg, run)
-    if this_run.done: return this_run
-    if cfg.samples: asked = _stored_samples(this_run)
+    if cfg.samples: asked = _stored_samples(run)
     else: asked = _between(load_records(cfg.data, cfg.split, columns=cfg.columns), cfg)
     rewards = None
     if cfg.reward_model: rewards = reward(cfg.reward_model, cfg, cfg.template)
@@ -176,7 +175,7 @@ def run(cfg: BestOfNConfig):
         chunk = len(asked)   # answers are stored one by one, and the forecast is of all
     elif not cfg.samples:
         policy = load_policy(cfg.policy, cfg)
-        settle(this_run, policy.tokenizer, asked, sampled=True)
+        settle(run, policy.tokenizer, asked, sampled=True)
         preflight(cfg, ('split',), policy, reward=rewards)
         fit, _ = fitting_prompts(asked, policy.tokenizer, cfg)
 
@@ -185,19 +184,14 @@ def run(cfg: BestOfNConfig):
         elif not cfg.samples: some = sample_answers(policy, some, cfg, n=cfg.n)
         return score_candidates(some, rewards) if rewards else some
 
-    candidates = in_chunks(this_run, fit, chunk, make,
+    candidates = in_chunks(run, fit, chunk, make,
                            lambda new: dict(samples=len(new) * cfg.n))
     if not candidates: raise ValueError('there is no answer to any instruction')
-    outputs = [dict(r, generator=this_run.folder.name) for r in choose_best(candidates)]
-    this_run.write('candidates.json', candidates)
-    this_run.write('outputs.json', outputs)
+    outputs = [dict(r, generator=run.folder.name) for r in choose_best(candidates)]
+    run.write('candidates.json', candidates)
+    run.write('outputs.json', outputs)
     figures = answer_figures(outputs) | _reward_figures(candidates, cfg.n)
     if cfg.served:
         figures |= dict(unanswered=len(asked) - len(outputs), **usage_totals([writer.client]))
-    this_run.finish(instructions=len(outputs), too_long=len(asked) - len(fit),
-                    labels=label_count(cfg.reward_model), **figures)
-    this_run.path('checkpoint/rows.jsonl').unlink()
-    return this_run
-
-# %% ../nbs/best_of_n.ipynb #811b78d0
-command(BestOfNConfig, run)
+    return dict(instructions=len(outputs), too_long=len(asked) - len(fit),
+                labels=label_count(cfg.reward_model), **figures)

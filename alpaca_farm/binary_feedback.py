@@ -26,9 +26,9 @@ from .model.logprobs import load_policy, load_reference, logprobs, response_logp
 from .model.logprobs import save_model
 from .model.policy import Policy
 from .run.processes import once
-from .run.runs import read_log, start
-from .run.settings import Amount, by_size, command, Count, Judge, Named, Pairs
-from .run.settings import Positive, Reads, Schedule, SizedModel, TrainConfig
+from .run.runs import makes_run, read_log, Run
+from .run.settings import Amount, by_size, Count, Judge, Named, Pairs, Positive, Reads
+from .run.settings import Schedule, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, answering, load_split
 from .train.answers import prompt_fields, sample_answers
 from .train.labelled import answer_labels, hold_out
@@ -193,11 +193,10 @@ def _effect_figures(effect: np.ndarray, good: np.ndarray, questions: list) -> di
     return figures
 
 # %% ../nbs/binary_feedback.ipynb #3d42f517
-def train(cfg: BinaryFeedbackConfig):
+@makes_run(BinaryFeedbackConfig, several=True)
+def train(cfg: BinaryFeedbackConfig, run: Run):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json and summary.json."
     from alpaca_farm.judging.judges import load_annotators
-    run = start(cfg, train)
-    if run.done: return run
     rated, held_out, labels = _load_feedback(cfg)
     preflight(cfg, ('val_split', 'eval_split'))
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
@@ -254,8 +253,4 @@ def train(cfg: BinaryFeedbackConfig):
     for name, value in last.items():
         if name.startswith(('effect', 'accuracy')): figures[name] = value
     too_long = len(rated) - len(rows)
-    run.finish(labels=labels, examples=len(prompts), too_long=too_long, **figures)
-    return run
-
-# %% ../nbs/binary_feedback.ipynb #260998c0
-command(BinaryFeedbackConfig, train)
+    return dict(labels=labels, examples=len(prompts), too_long=too_long, **figures)

@@ -22,9 +22,9 @@ from .judging.pools import pool_members, preferences_over
 from .model.loading import load_tokenizer, model_config
 from .run.files import read_yaml
 from .run.paths import at_root
-from .run.runs import methods as farm_methods, start
-from .run.settings import by_size, command, Count, HardwareConfig, Judge, Named, Reads
-from .run.settings import Scale, Share, SizedModel
+from .run.runs import makes_run, methods as farm_methods, Run
+from .run.settings import by_size, Count, HardwareConfig, Judge, Named, Reads, Scale
+from .run.settings import Share, SizedModel
 from .train.answers import PromptConfig
 from .train.preflight import settle
 from .worlds.folder import check_sizes, read_world, write_world
@@ -241,30 +241,25 @@ def forecast(
     return dict(labels=labels, requests=asked, dollars=cost)
 
 # %% ../nbs/bring_your_own.ipynb #e408fa70
-def run(cfg: BringYourOwnConfig):
+@makes_run(BringYourOwnConfig)
+def run(cfg: BringYourOwnConfig, run: Run):
     "Read everything, print the forecast, and write the splits and world.json."
-    folder = start(cfg, run)
-    if folder.done: return folder
-    data, judges = _read_own(folder)
+    data, judges = _read_own(run)
     splits = divide_prompts(cfg, data['prompts'])
     planned = forecast(cfg, splits, judges)
-    folder.load()
-    for name, records in splits.items(): folder.write(f'{name}.json', records)
-    if cfg.demonstrations: folder.write('sft.json', data['demonstrations'])
-    if cfg.preferences: folder.write('preferences.json', data['preferences'])
-    folder.write('forecast.json', planned)
+    run.load()
+    for name, records in splits.items(): run.write(f'{name}.json', records)
+    if cfg.demonstrations: run.write('sft.json', data['demonstrations'])
+    if cfg.preferences: run.write('preferences.json', data['preferences'])
+    run.write('forecast.json', planned)
     start_from = dict(base='', policy=cfg.model)
     if cfg.demonstrations: start_from = dict(base=cfg.model)
     asking = {k: v for k, v in cfg.changed().items() if k in ApiConfig.__annotations__}
     labelled = './preferences.json' if cfg.preferences else ''
     board = cfg.held_out or cfg.judge
-    write_world(folder, **start_from, crowd='', pool=cfg.judge, held_out=board,
+    write_world(run, **start_from, crowd='', pool=cfg.judge, held_out=board,
                 preferences=labelled, ways=['likeliest', 'longest'], sizes=own_sizes(cfg),
                 asking=asking)
     read_world(cfg.out)   # what a farm would miss is refused now
-    folder.finish(parameters=cfg.weights_counted, prompts=len(data['prompts']),
-                  labels=planned['labels'])
-    return folder
-
-# %% ../nbs/bring_your_own.ipynb #124f06b4
-command(BringYourOwnConfig, run)
+    return dict(parameters=cfg.weights_counted, prompts=len(data['prompts']),
+                labels=planned['labels'])

@@ -18,9 +18,9 @@ from .judging.stats import mean
 from .model.logprobs import load_policy, load_reference, save_model, sequence_logprobs
 from .model.policy import Policy
 from .run.processes import gather_all
-from .run.runs import read_log, start
-from .run.settings import Amount, by_size, command, Count, Named, Pairs, Positive
-from .run.settings import Reads, Rows, Scale, Schedule, Share, SizedModel, TrainConfig
+from .run.runs import makes_run, read_log, Run
+from .run.settings import Amount, by_size, Count, Named, Pairs, Positive, Reads, Rows
+from .run.settings import Scale, Schedule, Share, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig
 from .train.labelled import hold_out, LabelledAnswers, read_labels
 from .train.preflight import preflight, settle
@@ -203,10 +203,9 @@ def dpo_step(
     return figures
 
 # %% ../nbs/dpo.ipynb #21807d6f
-def train(cfg: DPOConfig):
+@makes_run(DPOConfig, several=True)
+def train(cfg: DPOConfig, run: Run):
     "Optimise a policy on preferences; writes model/, outputs.json, log.jsonl, summary.json."
-    run = start(cfg, train)
-    if run.done: return run
     records, *labels = read_labels(cfg)
     rows = hold_out(records, cfg.held_out, cfg.seed)
     preflight(cfg, ('eval_split',))
@@ -239,9 +238,5 @@ def train(cfg: DPOConfig):
         figures['val_loss_before'] = before['loss']
         for k in ('val_loss', 'val_accuracy'): figures[k] = last[-1][k]
     held_out = len(data.held_out)
-    run.finish(labels=len(data.prompts) - held_out, held_out=held_out, too_long=data.too_long,
-               **figures)
-    return run
-
-# %% ../nbs/dpo.ipynb #49b264f0
-command(DPOConfig, train)
+    return dict(labels=len(data.prompts) - held_out, held_out=held_out, too_long=data.too_long,
+                **figures)

@@ -21,8 +21,8 @@ from .data.pairs import common_prompts, index_prompts, output_texts
 from .judging.judges import api_clients, check_known_names, JudgedConfig
 from .judging.judges import load_annotators, usage_totals
 from .run.progress import Progress
-from .run.runs import start, write_csv, write_figure
-from .run.settings import command, Count, Labels, Reads
+from .run.runs import makes_run, Run, write_csv, write_figure
+from .run.settings import Count, Labels, Reads
 
 # %% ../nbs/eval.ipynb #9138e77a
 WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold')]
@@ -49,6 +49,7 @@ class EvalConfig(ApiConfig, JudgedConfig):
     def __post_init__(self):
         super().__post_init__()
         check_known_names(self.annotators, self.models, self.weights)
+        check_column_names(list(short_names(self.annotators)))
 
 # %% ../nbs/eval.ipynb #4c8c0dc7
 def read_models(cfg: EvalConfig) -> dict:
@@ -70,19 +71,17 @@ def _correction_lines(judge: str, preferences: dict, labels: dict) -> list[str]:
     return lines + explain_differences(preferences, labels)
 
 # %% ../nbs/eval.ipynb #9dc79a4c
-def run(cfg: EvalConfig):
+@makes_run(EvalConfig)
+def run(cfg: EvalConfig, run: Run):
     "Judge the outputs and write a leaderboard."
     names = short_names(cfg.annotators)
-    check_column_names(list(names))
-    current = start(cfg, run)
-    if current.done: return current
     methods = read_models(cfg)
     for name, rows in methods.items(): index_prompts(rows, name)   # refuses repeated ones
     references = methods['reference']
     others = {m: (rows, references) for m, rows in methods.items() if m != 'reference'}
     labels = match_labels(cfg.labels, others) if cfg.labels else {}
     judges = {name: load_annotators(spec, cfg) for name, spec in names.items()}
-    current.load()
+    run.load()
     progress = Progress('judging', len(judges)*len(methods))
     judged = judge_all(methods, references, judges, cfg.seed, progress)
 
@@ -91,16 +90,16 @@ def run(cfg: EvalConfig):
     if labels:
         first = next(iter(judges))
         lines = _correction_lines(first, judged[first].expected, labels)
-        current.write('corrections.json', lines)
+        run.write('corrections.json', lines)
         print(*lines, sep='\n')
-    for step, row in enumerate(board.to_dict('records'), 1): current.log(step, **row)
-    write_csv(current, 'leaderboard.csv', board)
-    write_figure(current, 'leaderboard.png', leaderboard_figure(board))
+    for step, row in enumerate(board.to_dict('records'), 1): run.log(step, **row)
+    write_csv(run, 'leaderboard.csv', board)
+    write_figure(run, 'leaderboard.png', leaderboard_figure(board))
     rounded = {}
     for judge, (expected, votes) in judged.items():
         for name, rows in ((judge, expected), (f'{judge}_votes', votes)):
             if rows: rounded[name] = {model: p.round(6).tolist() for model, p in rows.items()}
-    current.write('preferences.json', rounded)
+    run.write('preferences.json', rounded)
     figures = rank_agreement(judged, seed=cfg.seed)
     numbers = board.set_index('method').select_dtypes('number')
     for method, row in numbers.to_dict('index').items():
@@ -111,15 +110,11 @@ def run(cfg: EvalConfig):
     for name, judge in judges.items():
         rows = alpaca_eval_rows(judged[name].expected, methods, references, name, cfg.reference)
         file = re.sub(r'[^\w.-]+', '-', name).strip('-')
-        write_csv(current, f'leaderboard_{file}.csv', rows, index=True, float_format=None)
+        write_csv(run, f'leaderboard_{file}.csv', rows, index=True, float_format=None)
         for model, rate in rows.length_controlled_winrate.items():
             figures[f'{model}_{name}_length_controlled'] = float(rate)
         figures[f'{name}_unanswered'] = int(rows.n_unanswered.sum())
         clients |= {id(client): client for client in api_clients(judge)}
     costs = usage_totals(list(clients.values()))
-    current.finish(instructions=len(references), **costs, **figures,
-                   references_per_instruction=len(output_texts(references[0])))
-    return current
-
-# %% ../nbs/eval.ipynb #b4b06f70
-command(EvalConfig, run)
+    return dict(instructions=len(references), **costs, **figures,
+                references_per_instruction=len(output_texts(references[0])))

@@ -20,9 +20,9 @@ from .run.files import write_json
 from .run.jobs import add_times, Job, run_or_fail
 from .run.paths import at_root
 from .run.progress import tell
-from .run.runs import start
-from .run.settings import Amount, by_size, command, Count, HardwareConfig, Named
-from .run.settings import Positive, Reads, Scale, SizedModel, TrainConfig
+from .run.runs import makes_run, Run
+from .run.settings import Amount, by_size, Count, HardwareConfig, Named, Positive
+from .run.settings import Reads, Scale, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, load_split, sample_answers
 from .train.answers import SampleConfig
 from .train.preflight import preflight, settle
@@ -94,10 +94,12 @@ def _write_winners(best: Job, path: str):
 def _rounded(values) -> list[float]: return [round(float(v), 3) for v in values]
 
 
-def train(cfg: ExpertIterationConfig):
+def _stages(cfg) -> tuple: return STAGES
+
+
+@makes_run(ExpertIterationConfig, reads=_stages)
+def train(cfg: ExpertIterationConfig, run: Run):
     "Repeat best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json."
-    run = start(cfg, train, STAGES)
-    if run.done: return run
     preflight(cfg, ('split', 'val_split', 'eval_split'))
     asked = load_split(cfg, 'split')
     each = len(asked)//cfg.rounds
@@ -133,9 +135,5 @@ def train(cfg: ExpertIterationConfig):
     run.write('rewards.json', rewards)
     figures = answer_eval_split(policy, run, load_policy(cfg.policy, cfg))
     add_times(run, jobs)
-    run.finish(**figures, labels=label_count(cfg.reward_model),
-               reward=float(np.mean(found['policy'])))
-    return run
-
-# %% ../nbs/expert_iteration.ipynb #f7f29690
-command(ExpertIterationConfig, train)
+    return dict(**figures, labels=label_count(cfg.reward_model),
+                reward=float(np.mean(found['policy'])))

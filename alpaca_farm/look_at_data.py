@@ -34,8 +34,8 @@ from .judging.measures import pair_traits, people_measures, people_votes
 from .judging.stats import wilson
 from .model.loading import load_tokenizer
 from .run.paths import at_root
-from .run.runs import start, write_figure
-from .run.settings import by_size, command, Count, MODEL, Reads, SIZES
+from .run.runs import makes_run, Run, write_figure
+from .run.settings import by_size, Count, MODEL, Reads, SIZES
 from .train.answers import PromptConfig
 from .train.labelled import answer_labels
 from .train.preflight import settle
@@ -562,30 +562,25 @@ def shared_figure(parts: list[Part]):
 _FIGURES = dict(labels=labels_figure, scores=scores_figure, votes=votes_figure)   # of one part
 
 
-def run(cfg: LookAtDataConfig):
+@makes_run(LookAtDataConfig)
+def run(cfg: LookAtDataConfig, run: Run):
     "Look at data; leaves findings.json, figures, and summary.json with the command."
-    this_run = start(cfg, run)
-    if this_run.done: return this_run
     parts = read_parts(cfg.data, cfg.split, cfg.columns, cfg.max_instances)
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    settle(this_run, tokenizer, parts[0].records)
+    settle(run, tokenizer, parts[0].records)
     lengths = [count_tokens(part.records, tokenizer, cfg.template) for part in parts]
     limits = {name: getattr(cfg, name) for name in _LIMITS}
     found = find_odd(parts, lengths, limits, tokenizer.all_special_tokens)
-    this_run.write('findings.json', found)
-    write_figure(this_run, 'lengths.png', lengths_figure(parts, lengths, limits))
+    run.write('findings.json', found)
+    write_figure(run, 'lengths.png', lengths_figure(parts, lengths, limits))
     figures = dict(shared=shared_figure(parts))
     for part in parts:
         for name, draw in _FIGURES.items(): figures[f'{part.name}_{name}'] = draw(part)
     for name, fig in figures.items():
-        if fig: write_figure(this_run, f'{name}.png', fig)
+        if fig: write_figure(run, f'{name}.png', fig)
     for f in found: print(f'{f["split"]}: {f["finding"]}')
     if not found: print('nothing odd is found')
     command_line = training_command(parts, cfg)
     print(f'to train on it:\n{command_line}')
     records = {part.name: len(part.records) for part in parts}
-    this_run.finish(findings=len(found), records=records, command=command_line)
-    return this_run
-
-# %% ../nbs/look_at_data.ipynb #100ka043
-command(LookAtDataConfig, run)
+    return dict(findings=len(found), records=records, command=command_line)

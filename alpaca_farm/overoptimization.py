@@ -30,8 +30,8 @@ from .model.policy import Policy
 from .model.rewards import reward
 from .run.paths import at_root
 from .run.progress import Progress
-from .run.runs import methods, run_config, run_of, start, write_csv
-from .run.settings import command, MODEL, Positive, Reads, SIZES
+from .run.runs import makes_run, methods, Run, run_config, run_of, write_csv
+from .run.settings import MODEL, Positive, Reads, SIZES
 from .train.answers import log_ratios, sample, SampleConfig
 from .worlds.folder import read_world, World
 
@@ -285,11 +285,10 @@ _COLUMNS = ('method labels kl kl_bound proxy proxy_low proxy_high utility utilit
 _FORETOLD = 'labels method at reward effective mark foretold error error_low error_high'
 
 
-def run(cfg: OverConfig):
+@makes_run(OverConfig)
+def run(cfg: OverConfig, run: Run):
     "Measure the curves and forecasts; writes curves.csv, utilities.json and forecasts.csv."
     import pandas as pd
-    folder = start(cfg, run)
-    if folder.done: return folder
     _check_temperature(cfg)
     world = read_world(cfg.world)
     if not world.utility:
@@ -297,21 +296,17 @@ def run(cfg: OverConfig):
     bank = load_records(cfg.bank, 'candidates', 'candidates')[:cfg.instances]
     references = load_records(cfg.references, 'candidates', 'candidates')
     judge = load_annotators(world.path(world.held_out), cfg)
-    folder.load()
+    run.load()
     proxies = {policy: _policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
     def crowd(records):
         return check_preferences(np.concatenate(answer_preferences(records, references, judge)))
     measures = _make_measures(cfg, world, bank, crowd, proxies.values())
     of_bank = _bank_rows(cfg, measures)
-    of_policies = _policy_rows(cfg, measures, proxies, folder)
+    of_policies = _policy_rows(cfg, measures, proxies, run)
     curves, forecasts = (own + more for own, more in zip(of_bank, of_policies))
     table = pd.DataFrame(curves, columns=_COLUMNS.split())
-    write_csv(folder, 'curves.csv', table, float_format='%.5f')
+    write_csv(run, 'curves.csv', table, float_format='%.5f')
     table = pd.DataFrame(forecasts, columns=_FORETOLD.split())
-    write_csv(folder, 'forecasts.csv', table, float_format='%.5f')
-    folder.write('utilities.json', [r['each'].round(5).tolist() for r in curves])
-    folder.finish(instructions=len(bank), points=len(curves))
-    return folder
-
-# %% ../nbs/overoptimization.ipynb #76568580
-command(OverConfig, run)
+    write_csv(run, 'forecasts.csv', table, float_format='%.5f')
+    run.write('utilities.json', [r['each'].round(5).tolist() for r in curves])
+    return dict(instructions=len(bank), points=len(curves))

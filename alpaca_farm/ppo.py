@@ -26,11 +26,10 @@ from .model.logprobs import logprobs, scalar_on, values, zero_head
 from .model.policy import Policy
 from .model.rewards import reward
 from .run.processes import rank
-from .run.runs import start
-from .run.settings import Amount, by_size, command, Positive, Rows, Scale, Schedule
-from .run.settings import Share
+from .run.runs import makes_run, Run
+from .run.settings import Amount, by_size, Positive, Rows, Scale, Schedule, Share
 from .train.answers import load_split
-from .train.online import CheckpointSelector, finish_run, in_micro_batches
+from .train.online import CheckpointSelector, finish_policy, in_micro_batches
 from .train.online import load_prompts, OnlineConfig, prompt_indices, rollout_scores
 from .train.online import sample_rollout
 from .train.preflight import preflight, settle
@@ -312,12 +311,11 @@ def rollout_indices(
     return np.repeat(prompt_indices(n, step, cfg, cfg.rollouts // cfg.group), cfg.group).tolist()
 
 # %% ../nbs/ppo.ipynb #71cb6b86
-def train(cfg: PPOConfig):
+@makes_run(PPOConfig, several=True)
+def train(cfg: PPOConfig, run: Run):
     "Train with PPO; leaves model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
     from alpaca_farm.annotators import annotate_pairs
     from alpaca_farm.judging.judges import load_annotators
-    run = start(cfg, train)
-    if run.done: return run
     preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
@@ -344,8 +342,4 @@ def train(cfg: PPOConfig):
         figures |= _ppo_update(trainer, policy, value, batch, cfg)
         figures |= choose(trainer, policy)
         trainer.log(**figures)
-    finish_run(run, trainer, reference, too_long)
-    return run
-
-# %% ../nbs/ppo.ipynb #6a59aba0
-command(PPOConfig, train)
+    return finish_policy(run, trainer, reference, too_long)

@@ -25,10 +25,10 @@ from .model.functional import widen
 from .model.logprobs import answer_states, load_policy, load_reference, logits_of
 from .model.policy import Policy
 from .model.rewards import reward
-from .run.runs import start
-from .run.settings import Amount, by_size, command, Count, Positive, Schedule
+from .run.runs import makes_run, Run
+from .run.settings import Amount, by_size, Count, Positive, Schedule
 from .train.answers import load_split
-from .train.online import CheckpointSelector, finish_run, in_micro_batches
+from .train.online import CheckpointSelector, finish_policy, in_micro_batches
 from .train.online import load_prompts, OnlineConfig, prompt_indices, rollout_scores
 from .train.online import sample_rollout
 from .train.preflight import preflight, settle
@@ -277,10 +277,9 @@ def _distance_figures(policy, reference, batch, vocab_size, cfg) -> dict[str, fl
                 tokens=length.float().mean().item())
 
 # %% ../nbs/quark.ipynb #fd46ac56
-def train(cfg: QuarkConfig):
+@makes_run(QuarkConfig, several=True)
+def train(cfg: QuarkConfig, run: Run):
     "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
-    run = start(cfg, train)
-    if run.done: return run
     preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
@@ -318,8 +317,4 @@ def train(cfg: QuarkConfig):
             updates.append(trainer.update(learned, loss))
         figures = mean_figures(updates) | pool.figures(quantile) | figures
         trainer.log(**figures, **choose(trainer, policy))
-    finish_run(run, trainer, reference, too_long)
-    return run
-
-# %% ../nbs/quark.ipynb #3793d2d0
-command(QuarkConfig, train)
+    return finish_policy(run, trainer, reference, too_long)

@@ -26,8 +26,8 @@ from .model.functional import has_spread
 from .model.logprobs import load_policy
 from .run.files import read_json, read_yaml
 from .run.paths import at_root, module_of, notebooks_folder
-from .run.runs import start
-from .run.settings import command, MODEL, Positive, Share
+from .run.runs import makes_run, Run
+from .run.settings import MODEL, Positive, Share
 from .train.answers import fitting_prompts, sample_answers, SampleConfig
 from .train.trainer import in_chunks
 from .worlds.folder import check_sizes, write_world
@@ -251,29 +251,23 @@ def starting_policy(model: str = '') -> str:
     return str(next(Path(package.submodule_search_locations[0]).glob('*.gguf')))
 
 
-def run(cfg: RealConfig):
+@makes_run(RealConfig)
+def run(cfg: RealConfig, run: Run):
     "Answer the plain topics; writes the splits, the judges and world.json."
-    folder = start(cfg, run)
-    if folder.done: return folder
     start_from = starting_policy(cfg.model)
     policy = load_policy(start_from, cfg)
     splits = instructions()
     plain, _ = fitting_prompts(splits.pop('plain'), policy.tokenizer, cfg)
 
     def answer(some): return sample_answers(policy, some, cfg, n=cfg.n)
-    answers = in_chunks(folder, plain, 20, answer, lambda new: dict(samples=len(new)*cfg.n))
-    folder.write('plain.json', answers)
-    for name, records in splits.items(): folder.write(f'{name}.json', records)
+    answers = in_chunks(run, plain, 20, answer, lambda new: dict(samples=len(new)*cfg.n))
+    run.write('plain.json', answers)
+    for name, records in splits.items(): run.write(f'{name}.json', records)
     for name in ('crowd', 'held_out_crowd', 'pool'):
-        folder.write(f'{name}.json', dict(name=name, seed=cfg.seed))
+        run.write(f'{name}.json', dict(name=name, seed=cfg.seed))
     here = module_of('real')
-    write_world(folder, base='', policy=start_from, reader=f'{here}:read_judges',
+    write_world(run, base='', policy=start_from, reader=f'{here}:read_judges',
                 label_flip=cfg.label_flip, utility=f'{here}:real_utility',
                 marks=f'{here}:real_parts', ways=['likeliest', 'shortest', 'utility'],
                 sizes=cfg.read_sizes())
-    folder.finish(instructions=sum(map(len, splits.values())), answers=cfg.n*len(answers))
-    folder.path('checkpoint/rows.jsonl').unlink()
-    return folder
-
-# %% ../nbs/real.ipynb #013132f7
-command(RealConfig, run)
+    return dict(instructions=sum(map(len, splits.values())), answers=cfg.n*len(answers))

@@ -26,9 +26,9 @@ from .model.loading import load_tokenizer
 from .model.logprobs import load_scalar, save_model, sequence_scores
 from .model.policy import Policy
 from .model.rewards import score_records
-from .run.runs import start
-from .run.settings import Amount, Arguments, by_size, command, Count, Pairs, Positive
-from .run.settings import Schedule, SizedModel, Template, TrainConfig
+from .run.runs import makes_run, Run
+from .run.settings import Amount, Arguments, by_size, Count, Pairs, Positive, Schedule
+from .run.settings import SizedModel, Template, TrainConfig
 from .train.labelled import hold_out
 from .train.preflight import settle
 from .train.trainer import answer_batch, batches, example_lengths, Trainer
@@ -261,10 +261,9 @@ def _save_reward_model(
     return figures
 
 # %% ../nbs/reward_model.ipynb #9d2a11b0
-def train(cfg: RewardModelConfig):
+@makes_run(RewardModelConfig, several=True)
+def train(cfg: RewardModelConfig, run: Run):
     "Fit a reward model to preferences; writes model/, log.jsonl and summary.json in `cfg.out`."
-    run = start(cfg, train)
-    if run.done: return run
     pairs, apart, too_long = load_preference_pairs(run)
     torch.manual_seed(cfg.seed)
     model = load_scalar(cfg.policy, cfg, cfg.head, train=True)
@@ -286,8 +285,4 @@ def train(cfg: RewardModelConfig):
         batch |= dict(label=pairs['label'][rows], margin=pairs['margin'][rows])
         trainer.log(**trainer.update(batch, loss))
     figures = _save_reward_model(run, model, apart)
-    run.finish(labels=len(lengths), held_out=len(apart), too_long=too_long, **figures)
-    return run
-
-# %% ../nbs/reward_model.ipynb #c86b3190
-command(RewardModelConfig, train)
+    return dict(labels=len(lengths), held_out=len(apart), too_long=too_long, **figures)

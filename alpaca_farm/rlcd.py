@@ -28,8 +28,8 @@ from .model.logprobs import load_policy
 from .model.writer import LocalWriter, ServedWriter
 from .run.files import atomic_write, read_json, read_yaml
 from .run.paths import at_root, notebooks_folder, root
-from .run.runs import start
-from .run.settings import command, Count, MODEL, Named, Positive, Reads, Scale, SIZES
+from .run.runs import makes_run, Run
+from .run.settings import Count, MODEL, Named, Positive, Reads, Scale, SIZES
 from .train.answers import SampleConfig
 from .train.trainer import in_chunks
 
@@ -354,10 +354,12 @@ def _item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
     return figures
 
 # %% ../nbs/rlcd.ipynb #a3e1c7d3
-def run(cfg: RLCDConfig):
+def _task_source(cfg: RLCDConfig) -> list[str]: return [os.path.relpath(_task_file(cfg.task), root())]
+
+
+@makes_run(RLCDConfig, reads=_task_source)
+def run(cfg: RLCDConfig, run: Run):
     "Make preference data; leaves preferences.json and .csv, or sft.json, and items.json."
-    run_folder = start(cfg, run, (os.path.relpath(_task_file(cfg.task), root()),))
-    if run_folder.done: return run_folder
     task = read_task(cfg.task)
     chat = cfg.template == 'chat'
     if cfg.samples: given = _stored_items(cfg, task)
@@ -377,8 +379,8 @@ def run(cfg: RLCDConfig):
         return dict(made=sum(not i['reason'] for i in items),
                     retries=sum(i['retries'] for i in items))
 
-    items = in_chunks(run_folder, list(enumerate(given)), cfg.chunk, make, progress)
-    run_folder.write('items.json', items)
+    items = in_chunks(run, list(enumerate(given)), cfg.chunk, make, progress)
+    run.write('items.json', items)
     figures = _item_figures(items, cfg)
     made = [i for i in items if not i['reason']]
     records = []
@@ -390,13 +392,8 @@ def run(cfg: RLCDConfig):
         else:
             left_out = ('positive', 'retries', 'reason')   # of an item, not of a preference
             records.append({k: v for k, v in i.items() if k not in left_out})
-    if cfg.method == 'context_distillation': run_folder.write('sft.json', records)
+    if cfg.method == 'context_distillation': run.write('sft.json', records)
     else:
-        run_folder.write('preferences.json', records)
-        _write_rlcd_csv(run_folder.path('preferences.csv'), records)
-    run_folder.finish(**figures)
-    run_folder.path('checkpoint/rows.jsonl').unlink()
-    return run_folder
-
-# %% ../nbs/rlcd.ipynb #f9bd7f14
-command(RLCDConfig, run)
+        run.write('preferences.json', records)
+        _write_rlcd_csv(run.path('preferences.csv'), records)
+    return figures

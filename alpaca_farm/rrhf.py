@@ -26,9 +26,9 @@ from .model.policy import Policy
 from .model.rewards import label_count, reward, RewardConfig
 from .run.files import read_json
 from .run.processes import once
-from .run.runs import read_log, start
-from .run.settings import Amount, as_list, by_size, command, Count, MODEL, Named
-from .run.settings import Positive, Reads, Schedule, SizedModel, TrainConfig
+from .run.runs import makes_run, read_log, Run
+from .run.settings import Amount, as_list, by_size, Count, MODEL, Named, Positive
+from .run.settings import Reads, Schedule, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, end_turns, sample
 from .train.answers import SampleConfig
 from .train.preflight import preflight, settle
@@ -396,10 +396,9 @@ def _step_order(queries: list[tuple], tokenizer, cfg: RRHFConfig) -> list[list[i
     return batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)
 
 # %% ../nbs/rrhf.ipynb #b4f2d8e2
-def train(cfg: RRHFConfig):
+@makes_run(RRHFConfig, several=True)
+def train(cfg: RRHFConfig, run: Run):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json and outputs.json."
-    run = start(cfg, train)
-    if run.done: return run
     preflight(cfg, ('eval_split',))
     plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     queries, left_out = _load_queries(run, plain)
@@ -440,8 +439,4 @@ def train(cfg: RRHFConfig):
     last = read_json(run.path(last_pool))
     figures = _count_labels(run) | answered | _last_figures(run, last)
     figures |= _answer_figures(run, reward_of)
-    run.finish(queries=len(queries), left_out=left_out, **figures)
-    return run
-
-# %% ../nbs/rrhf.ipynb #170bce10
-command(RRHFConfig, train)
+    return dict(queries=len(queries), left_out=left_out, **figures)

@@ -17,9 +17,9 @@ from .data.formats import notice
 from .data.text import encode
 from .model.logprobs import load_policy, logprobs, save_model
 from .model.policy import Policy
-from .run.runs import read_log, start
-from .run.settings import Amount, by_size, command, Count, Named, Positive, Reads
-from .run.settings import SizedModel, TrainConfig
+from .run.runs import makes_run, read_log, Run
+from .run.settings import Amount, by_size, Count, Named, Positive, Reads, SizedModel
+from .run.settings import TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, load_split
 from .train.preflight import preflight, settle
 from .train.trainer import batches, example_lengths, token_batch, Trainer
@@ -84,10 +84,9 @@ def _load_demonstrations(cfg: SFTConfig, setting: str, n: int | None) -> list[di
     return whole
 
 # %% ../nbs/sft.ipynb #acf169a0
-def train(cfg: SFTConfig):
+@makes_run(SFTConfig, several=True)
+def train(cfg: SFTConfig, run: Run):
     "Fine-tune a policy on demonstrations; writes model/, outputs.json, log.jsonl, summary.json."
-    run = start(cfg, train)
-    if run.done: return run
     learn = _load_demonstrations(cfg, 'split', cfg.max_instances or None)
     unseen = _load_demonstrations(cfg, 'val_split', 200) if cfg.val_split else []
     preflight(cfg, ('eval_split',))
@@ -118,8 +117,4 @@ def train(cfg: SFTConfig):
         last = read_log(run.folder)[-1]
         figures |= dict(nll_before=before['loss'], nll=last['val_loss'])
     too_long = len(learn) - len(prompts)
-    run.finish(kl=0., examples=len(prompts), too_long=too_long, labels=0, **figures)
-    return run
-
-# %% ../nbs/sft.ipynb #441353f0
-command(SFTConfig, train)
+    return dict(kl=0., examples=len(prompts), too_long=too_long, labels=0, **figures)

@@ -18,8 +18,8 @@ from .judging.judges import break_control_tokens
 from .judging.parsers import verdict_text
 from .judging.pools import report_missing
 from .judging.stats import mean
-from .run.runs import start
-from .run.settings import command, Count, Reads
+from .run.runs import makes_run, Run
+from .run.settings import Count, Reads
 
 # %% ../nbs/wombat.ipynb #dc190ae3
 @dataclass
@@ -124,10 +124,9 @@ def rate(
     return rated
 
 # %% ../nbs/wombat.ipynb #644ecb48
-def run(cfg: WombatConfig):
+@makes_run(WombatConfig)
+def run(cfg: WombatConfig, run: Run):
     "Bring candidates together and rate them; leaves candidates.json."
-    run_folder = start(cfg, run)
-    if run_folder.done: return run_folder
     client = ApiClient(cfg, cfg.rater) if cfg.rater else None
     queries = []
     merged = merge_candidates(cfg.candidates, columns=cfg.columns)
@@ -139,7 +138,7 @@ def run(cfg: WombatConfig):
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
     unrated = len(queries) - len(rated)
     report_missing(cfg.rater, unrated, len(queries), 'prompts')
-    run_folder.write('candidates.json', rated)
+    run.write('candidates.json', rated)
     labels = len(rated) if client else 0
     figures = dict(queries=len(rated), unrated=unrated, labels=labels)
     figures['candidates'] = mean([len(q['output']) for q in rated])
@@ -148,8 +147,4 @@ def run(cfg: WombatConfig):
         scores = query['scores']
         if None not in scores: ties.append(len({*scores}) < len(scores))
     if ties: figures['ties'] = mean(ties)
-    run_folder.finish(**figures)
-    return run_folder
-
-# %% ../nbs/wombat.ipynb #e4be1bba
-command(WombatConfig, run)
+    return figures

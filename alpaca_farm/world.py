@@ -18,8 +18,8 @@ from .judging.measures import sample_votes
 from .judging.pools import both_orders
 from .judging.stats import sigmoid
 from .run.paths import module_of
-from .run.runs import start
-from .run.settings import Amount, Betas, command, Count, Positive, Share, TrainConfig
+from .run.runs import makes_run, Run
+from .run.settings import Amount, Betas, Count, Positive, Share, TrainConfig
 from .worlds.embedded.authors import Author, EXPERT
 from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
 from .worlds.embedded.crowd import crowd, held_out_crowd, judge, length_biased, pool
@@ -283,14 +283,13 @@ def _base_model(cfg: WorldConfig, tokenizer):
         eos_token_id=tokenizer.eos_token_id))
 
 # %% ../nbs/world.ipynb #b559f497
-def train(cfg: WorldConfig):
+@makes_run(WorldConfig)
+def train(cfg: WorldConfig, run: Run):
     "Write the splits, judges and world.json, and train the base model."
     from alpaca_farm.model.logprobs import logprobs, save_model
     from alpaca_farm.model.loading import place_model
     from alpaca_farm.data.text import collate
     from alpaca_farm.train.trainer import Trainer, batches
-    run = start(cfg, train)
-    if run.done: return run
     splits = sample_splits(cfg)
     for name, records in splits.items(): run.write(f'{name}.json', records)
     _write_judges(cfg, run)
@@ -314,10 +313,7 @@ def train(cfg: WorldConfig):
         batch['weight'] = batch['response'].float()
         trainer.log(**trainer.update(batch, lambda b: dict(loss=-logprobs(policy, b))))
     save_model(policy, run)
-    run.finish(requests=sum(map(len, splits.values())), tokens=len(tokenizer),
-               prose_tokens=sum(map(len, ids)), parameters=sum(p.numel() for p in policy.model.parameters()),
-               utility_of_demonstrations=float(np.mean(utility(splits['sft']))))
-    return run
-
-# %% ../nbs/world.ipynb #c7d235e0
-command(WorldConfig, train)
+    return dict(requests=sum(map(len, splits.values())), tokens=len(tokenizer),
+                prose_tokens=sum(map(len, ids)),
+                parameters=sum(p.numel() for p in policy.model.parameters()),
+                utility_of_demonstrations=float(np.mean(utility(splits['sft']))))

@@ -23,8 +23,8 @@ from ..judging.judges import JudgedConfig, load_annotators
 from ..judging.pools import annotator_name
 from ..judging.stats import win_rate_interval
 from ..run.paths import at_root
-from ..run.runs import read_log, read_signed, start, write_csv, write_figure
-from ..run.settings import command, Count, Judge, Labels, Reads
+from ..run.runs import makes_run, read_log, read_signed, Run, write_csv, write_figure
+from ..run.settings import Count, Judge, Labels, Reads
 
 # %% ../../nbs/boards/compare.ipynb #e5ca51a0
 @dataclass
@@ -136,31 +136,26 @@ def _side_by_side(answers: dict, k: int = 3) -> list[dict]:
     return rows
 
 # %% ../../nbs/boards/compare.ipynb #3bc72fe0
-def run(cfg: CompareConfig):
+@makes_run(CompareConfig)
+def run(cfg: CompareConfig, run: Run):
     "Compare run folders; writes tables, figures and answers."
-    current = start(cfg, run)
-    if current.done: return current
     settings = _differing_settings(cfg.folders)
     curves = _curve_figure(cfg.folders)
     answers = {name: read_answers(folder) for name, folder in short_names(cfg.folders).items()}
     if cfg.labels: read_people_labels(cfg.labels)   # refused before a judge is loaded
     judge = load_annotators(cfg.annotators, cfg)
-    current.load()
+    run.load()
     table = _win_rate_table(answers, judge, cfg.seed, cfg.labels)
     figures = {}
     for step, row in enumerate(table.to_dict('records'), 1):
-        current.log(step, **row)
+        run.log(step, **row)
         name = f'{row["run"]}_over_{row["against"]}'
         figures[name] = row['win_rate']
         for column, value in row.items():
             if column in ('low', 'high') or column.startswith('corrected'):
                 figures[f'{name}_{column}'] = value
-    write_csv(current, 'settings.csv', settings, index=True, float_format=None)
-    write_csv(current, 'win_rates.csv', table)
-    if curves: write_figure(current, 'curves.png', curves)
-    current.write('examples.json', _side_by_side(answers, cfg.examples))
-    current.finish(**figures)
-    return current
-
-# %% ../../nbs/boards/compare.ipynb #54539540
-command(CompareConfig, run)
+    write_csv(run, 'settings.csv', settings, index=True, float_format=None)
+    write_csv(run, 'win_rates.csv', table)
+    if curves: write_figure(run, 'curves.png', curves)
+    run.write('examples.json', _side_by_side(answers, cfg.examples))
+    return figures

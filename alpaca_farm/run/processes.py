@@ -92,9 +92,13 @@ LAUNCHER = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK'
             'MASTER_ADDR', 'MASTER_PORT')
 
 
-def join_ranks(cfg: Config):
+def join_ranks(
+    cfg: Config,
+    several: bool = True,  # whether several processes may share its run
+):
     "Join the other processes of a run that a launcher has started; only the first prints."
     if _here.count > 1 or int(os.environ.get('WORLD_SIZE', 1)) == 1: return
+    if not several: raise ValueError(f'{cfg.out}: this run takes a single process')
     _check_ranks(cfg, int(os.environ['WORLD_SIZE']))
     import torch
     from torch import distributed
@@ -116,8 +120,6 @@ def join_ranks(cfg: Config):
 # %% ../../nbs/run/processes.ipynb #a10d0025
 def _check_ranks(cfg: Config, n: int):
     "ValueError if a run with these settings cannot be shared by `n` processes."
-    if not getattr(cfg, 'shareable', False):
-        raise ValueError(f'{cfg.out}: this run takes a single process')
     if cfg.device not in ('auto', 'cpu', 'cuda'):
         raise ValueError(f'device = {cfg.device}: each of {n} processes has its own; take auto')
     for name in ('batch_size', 'rollouts'):

@@ -6,14 +6,15 @@
 __all__ = ['CHECKS', 'signed', 'read_signed', 'read_log', 'read_summary', 'run_config', 'run_of', 'notebook_hash', 'code_hash',
            'check_weights', 'content_hash', 'describe_run', 'why_stale', 'is_fresh', 'recipes', 'methods', 'run_folder',
            'recipe', 'start_notebook', 'build', 'ensure_inputs', 'changes', 'few_steps', 'Health', 'check_run_folder',
-           'free_name', 'Run', 'start', 'write_csv', 'write_figure']
+           'free_name', 'Run', 'start', 'makes_run', 'write_csv', 'write_figure']
 
 # %% ../../nbs/run/runs.ipynb #f672d472
 import ast, json, math, os, platform, re, resource, subprocess, sys, time
 from dataclasses import asdict
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import version
 from importlib.util import find_spec, resolve_name
+from inspect import unwrap
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,7 @@ from .files import write_json
 from .paths import at_root, looks_like_hub, notebook_path, notebooks_folder, root
 from .processes import gather_all, join_ranks, once, rank, written_once
 from .progress import tell
-from .settings import as_list, Config, refuse_unknown
+from .settings import as_list, command, Config, refuse_unknown
 
 # %% ../../nbs/run/runs.ipynb #9c6081fc
 def signed(record: dict) -> dict:
@@ -216,6 +217,7 @@ def notebook_hash(notebook: str) -> str:
 # %% ../../nbs/run/runs.ipynb #2b9e3433
 def code_hash(function) -> str:
     "Hash the module or notebook in which a function is defined, and all that it imports."
+    function = unwrap(function)   # of what `makes_run` has made
     space = function.__globals__
     if 'In' not in space:
         return _hash_code({Path(function.__code__.co_filename): space.get('__package__') or ''})
@@ -876,7 +878,8 @@ def finish(self: Run, **summary):
     files = dict(files=_hash_weights(self.folder))
     if self.health.warnings: files['warnings'] = [*self.health.warnings.values()]
     write_json(self.path('summary.json'), signed(summary | times | _peak_memory() | files))
-    self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
+    for name in ('state.safetensors', 'rows.jsonl'):
+        self.path(f'checkpoint/{name}').unlink(missing_ok=True)
     if self.tracker: self.tracker.finish()
     unlock(self.held)
     self.lock = None
@@ -923,9 +926,10 @@ def start(
     cfg: Config,
     train,            # the function whose code is the run's
     reads: tuple = (),  # run folders it reads in addition to those named in its settings
+    several: bool = False,  # whether several processes may share it
 ) -> Run:
     "Find or begin the run of these settings; it is `done` if it was finished before."
-    join_ranks(cfg)
+    join_ranks(cfg, several)
     folder = at_root(cfg.out)
     inputs = []
     for name in cfg.inputs: inputs += as_list(getattr(cfg, name))
@@ -950,6 +954,23 @@ def start(
     _check_writable(folder.resolve())
     once(_read_again, run)
     return run
+
+# %% ../../nbs/run/runs.ipynb #5854d6b2
+def makes_run(
+    settings,  # class of the notebook's settings
+    several: bool = False,   # whether several processes may share a run
+    reads=lambda cfg: (),    # what else a run reads, from its settings
+):
+    "Make of a function of settings and a run the method of its notebook, and its command line."
+    def frame(make):
+        @wraps(make)
+        def method_of_notebook(cfg: Config) -> Run:
+            run = start(cfg, make, tuple(reads(cfg)), several)
+            if not run.done: run.finish(**make(cfg, run))
+            return run
+        command(settings, method_of_notebook)
+        return method_of_notebook
+    return frame
 
 # %% ../../nbs/run/runs.ipynb #9befe5f9
 def write_csv(

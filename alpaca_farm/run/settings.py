@@ -482,7 +482,7 @@ def _end_with(kind, error, trace):
 # %% ../../nbs/run/settings.ipynb #460f26bd
 def command(cls, train):
     "Run `train` with the command line's settings if its module was started with `python -m`."
-    space = train.__globals__
+    space = inspect.unwrap(train).__globals__
     if space['__name__'] != '__main__' or not space.get('__spec__'): return
     sys.excepthook = _end_with
     module = importlib.import_module(space['__spec__'].name)

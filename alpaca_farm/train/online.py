@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['OnlineConfig', 'load_prompts', 'prompt_indices', 'sample_rollout', 'in_micro_batches', 'end_scores', 'rollout_scores',
-           'CheckpointSelector', 'finish_run']
+           'CheckpointSelector', 'finish_policy']
 
 # %% ../../nbs/train/online.ipynb #cdfef8f0
 from dataclasses import dataclass
@@ -210,13 +210,13 @@ class CheckpointSelector:
         return figures
 
 # %% ../../nbs/train/online.ipynb #ada30001
-def finish_run(
+def finish_policy(
     run,
     trainer: Trainer,
     reference: Policy,
     too_long: int,  # prompts that were left out
-):
-    "Answer the eval split with the chosen policy, and write the summary."
+) -> dict:
+    "Answer the eval split with the chosen policy; returns the figures of the summary."
     policy = trainer.policies['policy']
     if policy.adapter is None:
         policy = load_policy(str(run.folder), run.cfg, train=True, frozen=True)
@@ -229,4 +229,4 @@ def finish_run(
     best = next(r for r in log if r['step'] == best_step)
     figures = {k: best[k] for k in ('reward', 'val_win_rate', 'val_standard_error') if k in best}
     labels = label_count(run.cfg.reward_model) + sum(r.get('val_labels', 0) for r in log)
-    run.finish(**answered, best_step=best_step, labels=labels, too_long=too_long, **figures)
+    return dict(**answered, best_step=best_step, labels=labels, too_long=too_long, **figures)

@@ -97,7 +97,7 @@ def test_no_setting_hides_a_name_of_the_notebook(path):
 
 @each_notebook
 def test_notebook_of_a_method(path):
-    "Title and sentence, cfg right after the parameters, runs marked slow, the command line last."
+    "Title and sentence, cfg right after the parameters, runs marked slow, one command."
     code = [c for c in cells(path) if c['cell_type'] == 'code']
     first = source(cells(path)[0])
     assert first.startswith('# ')
@@ -105,8 +105,9 @@ def test_notebook_of_a_method(path):
     at = next(i for i, c in enumerate(code) if 'parameters' in c['metadata'].get('tags', []))
     assert re.match(rf'cfg = {config_of(path).__name__}\.collect\(globals\(\)\)',
                     source(code[at + 1]))
-    assert source(code[-1]).startswith('#| export')
-    assert f'command({config_of(path).__name__}, ' in source(code[-1])
+    name = config_of(path).__name__
+    frames = [c for c in code if re.search(rf'^(@makes_run|command)\({name}\b', source(c), re.M)]
+    assert [source(c).startswith('#| export') for c in frames] == [True]
     for c in code:
         if re.search(r'^(train|run)\(cfg', source(c), re.M):
             assert source(c).startswith('#| slow')

@@ -21,7 +21,7 @@ from alpaca_farm.ppo import PPOConfig
 from alpaca_farm.reward_model import RewardModelConfig
 from alpaca_farm.run.defaults import count_weights, default_of
 from alpaca_farm.run.files import read_json
-from alpaca_farm.run.runs import CHECKS, few_steps, Health, is_fresh, read_summary, Run
+from alpaca_farm.run.runs import CHECKS, few_steps, Health, is_fresh, read_summary, Run, start
 from alpaca_farm.run.settings import from_args, sized_defaults
 from alpaca_farm.sft import SFTConfig
 from alpaca_farm.train import preflight
@@ -227,11 +227,11 @@ def test_a_run_records_what_it_took_and_a_set_value_makes_another(base, tmp_path
     assert {'learning_rate', 'beta', 'epochs'} <= {*config['left_open']}
     assert not {'learning_rate', 'beta', 'epochs'} & {*config['given']}
     assert dpo.train(cfg).done and dpo.train(DPOConfig(**given)).done
-    assert dpo.start(DPOConfig(**given), dpo.train).cfg.epochs == cfg.epochs
+    assert start(DPOConfig(**given), dpo.train).cfg.epochs == cfg.epochs
     del given['out']
     assert is_fresh(cfg.out, given | dict(learning_rate=None))
     assert not is_fresh(cfg.out, given | dict(learning_rate=1e-4))
-    assert not dpo.start(DPOConfig(**given, out=cfg.out, learning_rate=1e-4), dpo.train).done
+    assert not start(DPOConfig(**given, out=cfg.out, learning_rate=1e-4), dpo.train).done
     assert 'learning_rate = 0.0003' in capsys.readouterr().out
 
 

@@ -10,11 +10,10 @@ import numpy as np
 import psutil
 import pytest
 import tiny
-from alpaca_farm import sft
+from alpaca_farm import sft, world
 from alpaca_farm.run.files import lock_of, read_json, unlock
 from alpaca_farm.run.processes import _check_ranks
 from alpaca_farm.run.runs import read_log
-from alpaca_farm.world import WorldConfig
 from safetensors.torch import load_file
 
 CPU = dict(device='cpu', dtype='float32')
@@ -126,11 +125,12 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
     assert_same_run(tmp_path/'sft', undisturbed)
 
 
-def test_what_cannot_be_shared_is_refused():
+def test_what_cannot_be_shared_is_refused(monkeypatch):
     for cfg, n, message in ((sft.SFTConfig(device='cuda:1'), 2, 'auto'),
-                            (sft.SFTConfig(batch_size=12), 13, 'batch_size = 12'),
-                            (WorldConfig(), 2, 'a single process')):
+                            (sft.SFTConfig(batch_size=12), 13, 'batch_size = 12')):
         with pytest.raises(ValueError, match=message): _check_ranks(cfg, n)
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(ValueError, match='a single process'): world.train(world.WorldConfig())
 
 
 JOINED = '''
