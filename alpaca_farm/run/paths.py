@@ -37,10 +37,10 @@ def notebooks_folder() -> Path:
 
 # %% ../../nbs/run/paths.ipynb #c3fb89c1
 def notebook_path(name: str) -> Path | None:
-    "Find the notebook of a name in `nbs/` or a sub-folder; those of `core` are not run."
+    "Find the notebook of a name in `nbs/` or a sub-folder."
     folder = notebooks_folder()
-    for path in (*folder.glob(f'{name}.ipynb'), *folder.glob(f'*/{name}.ipynb')):
-        if path.parent.name != 'core': return path
+    paths = [*folder.glob(f'{name}.ipynb'), *folder.glob(f'*/{name}.ipynb')]
+    return paths[0] if paths else None
 
 # %% ../../nbs/run/paths.ipynb #6970e1f3
 def module_of(notebook: str) -> str:

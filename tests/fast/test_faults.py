@@ -55,7 +55,7 @@ def commands_on_the_embedded_world():
     "Classes of settings with several inputs of the embedded world, and the names of these."
     for path in notebooks_folder().rglob('*.ipynb'):
         name = str(path.relative_to(notebooks_folder()))[:-6]
-        if 'core' in name or 'studies' in name: continue
+        if name.split('/')[0] in (*tiny.SHARED, 'studies'): continue
         try: kind = tiny.config_class(name)
         except (ImportError, StopIteration): continue
         cfg = kind()

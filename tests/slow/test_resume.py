@@ -218,7 +218,7 @@ print(*(notebook_hash(name) for name in ('dpo', 'ppo', 'world')))
 
 
 def test_an_edited_method_leaves_the_runs_of_others_alone(tmp_path):
-    "A core module that all import does not; nor does a comment count."
+    "A module that all import does not; nor does a comment count."
     for name in ('nbs', 'alpaca_farm'): shutil.copytree(tiny.ROOT/name, tmp_path/name)
     shutil.copy(tiny.ROOT/'settings.ini', tmp_path)
     def hashes():
@@ -267,7 +267,8 @@ def test_one_writer_at_a_time(tmp_path):
 
 
 WRITER = '''
-import importlib.util, sys
+import sys
+from alpaca_farm.run import runs
 sys.path.insert(0, sys.argv[1])
 import toy_d
 runs._lock.__defaults__ = .3,   # seconds of patience
