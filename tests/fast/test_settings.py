@@ -222,7 +222,7 @@ def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatc
     assert paths.notebooks_folder() == tiny.ROOT/'nbs'
     monkeypatch.chdir(elsewhere/'data')
     assert paths.at_root('x') == elsewhere/'data'/'x'
-    monkeypatch.chdir(tiny.ROOT/'nbs'/'core')
+    monkeypatch.chdir(tiny.ROOT/'nbs'/'run')
     assert paths.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
 
 
