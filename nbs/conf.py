@@ -1,8 +1,16 @@
 "The site, which `make docs` builds from the committed notebooks; nothing is executed or fetched."
 import json
 import re
+from dataclasses import is_dataclass
 from html import escape
+from inspect import Parameter, formatannotation
 from pathlib import Path
+
+from fastcore.docments import docments
+
+from alpaca_farm.run.settings import Config, explained
+
+empty = Parameter.empty
 
 project, author = 'alpaca_farm', 'the alpaca_farm contributors'
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx-mathjax-offline']
@@ -82,16 +90,40 @@ def plain(app, page, source):
     source[0] = re.sub(r'\[(`[^`\]]+`)\]\([\w/]+\)', r'\1', text)
 
 
+def rst(text: str) -> str:
+    "Plain text as reStructuredText, with code between backticks."
+    parts = enumerate(text.split('`'))
+    return ''.join(f'``{p}``' if k % 2 else re.sub(r'([*_|\\])', r'\\\1', p) for k, p in parts)
+
+
+def beside_parameters(function) -> list[str]:
+    "Fields of what stands beside a function's parameters and its result, with their types."
+    lines = []
+    for name, found in docments(function, full=True).items():
+        kind, comment = found.anno, rst(found.docment or '')
+        written = '' if kind is empty else formatannotation(kind)
+        if name == 'return':
+            if comment: lines.append(f':returns: {comment}')
+            continue
+        default = '' if found.default is empty else f' (default: ``{found.default!r}``)'
+        if comment: lines.append(f':param {name}: {comment}{default}')
+        if comment and written: lines.append(f':type {name}: ``{written}``')
+    return lines
+
+
 def as_rst(app, what, name, obj, options, lines):
-    "Docstrings are plain text, with code between backticks."
-    for i, line in enumerate(lines):
-        parts = enumerate(line.split('`'))
-        lines[i] = ''.join(f'``{p}``' if k % 2 else re.sub(r'([*_|\\])', r'\\\1', p)
-                           for k, p in parts)
+    "A docstring, then what stands beside parameters; of settings, their comments and defaults."
+    lines[:] = [rst(line) for line in lines]
+    if what in ('function', 'method'): more = beside_parameters(obj)
+    elif is_dataclass(obj) and issubclass(obj, Config):
+        own = explained(obj)
+        more = [f':param {name}: {rst(own[name])}' for name in obj.__annotations__]
+    else: more = []
+    lines += ['', *more, '']
 
 
 def without_settings(app, what, name, *more):
-    "No signature of settings: they are in their notebook, with comments."
+    "No signature of settings: they are listed with their comments."
     if what == 'class' and name.endswith('Config'): return '', None
 
 

@@ -6,7 +6,7 @@
 __all__ = ['Count', 'Seed', 'Named', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments',
            'Betas', 'ASIDE', 'SIZES', 'MODEL', 'Model', 'SizedModel', 'Pairs', 'Judge', 'Labels', 'as_list', 'Reads',
            'Mark', 'Rows', 'as_type', 'resolve', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config',
-           'HardwareConfig', 'TrainConfig', 'field_comments', 'from_args', 'command']
+           'HardwareConfig', 'TrainConfig', 'field_comments', 'explained', 'from_args', 'command']
 
 # %% ../../nbs/run/settings.ipynb #37bea490
 import argparse, ast, dataclasses, difflib, importlib, inspect, json, os, re, sys, traceback, typing
@@ -415,6 +415,17 @@ def field_comments(cls) -> dict[str, str]:
             if name in base.__annotations__: comments[name] = comment.docment
     return comments
 
+# %% ../../nbs/run/settings.ipynb #b216d307
+def explained(cls) -> dict[str, str]:
+    "Return the comment of every setting with its default, for `--help` and the site."
+    found = field_comments(cls)
+    for name, table in cls.tables.items():
+        found[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
+    default = asdict(cls())
+    for name, (toy, large) in sized_defaults(cls).items():
+        default[name] = f'by size, {toy} for a toy, {large} for a large model'
+    return {name: f'{comment} (default: {default[name]})' for name, comment in found.items()}
+
 # %% ../../nbs/run/settings.ipynb #9585351a
 _BY_SIZE = ('By size: a toy has less than 10 million weights. A learning rate is a power of their number, '
            'from a toy\'s at 1 million to a large model\'s at 7 billion, and with adapters up to '
@@ -429,17 +440,11 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
                                      argument_default=argparse.SUPPRESS)
     parser.add_argument('-f', action='append', default=[], metavar='FILE',
                         help='YAML file of settings')
-    default = asdict(cls())
-    comments = field_comments(cls)
-    for name, table in cls.tables.items():
-        comments[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
-    if sizes := sized_defaults(cls): parser.epilog = _BY_SIZE
-    for name, (toy, large) in sizes.items():
-        default[name] = f'by size, {toy} for a toy, {large} for a large model'
+    if sized_defaults(cls): parser.epilog = _BY_SIZE
+    said = explained(cls)
     for name, kind in typing.get_type_hints(cls).items():
-        said = f'{comments[name]} (default: {default[name]})'
         parser.add_argument(f'--{name}', nargs='*' if 'list' in str(kind) else None,
-                            metavar='VALUE', help=said.replace('%', '%%'))
+                            metavar='VALUE', help=said[name].replace('%', '%%'))
     return parser
 
 # %% ../../nbs/run/settings.ipynb #b07b17b4

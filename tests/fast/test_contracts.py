@@ -14,6 +14,7 @@ import pytest
 
 import floors
 import tiny
+from parameters import is_parameters, own_settings, parameters_cell
 
 NBS = tiny.ROOT/'nbs'
 PACKAGE = tiny.ROOT/'alpaca_farm'
@@ -39,8 +40,7 @@ def defined(text):
 def config_of(path): return tiny.config_class(path.stem)
 
 
-def parameters(path):
-    return [c for c in cells(path) if 'parameters' in c['metadata'].get('tags', [])]
+def parameters(path): return [c for c in cells(path) if is_parameters(c)]
 
 
 SETTABLE = [p for p in RUNNABLE if re.search(r'class \w+Config\(', p.read_text(encoding='utf-8'))]
@@ -61,23 +61,12 @@ def test_a_notebook_is_known_as_its_module(path):
 
 
 @each_notebook
-def test_parameters_cell_has_the_settings_of_the_notebook(path):
-    "Those of its own dataclass, what it reads, and those by size; the others are set by name."
+def test_parameters_cell_is_written_from_the_dataclass(path):
+    "By `python tools/parameters.py`; papermill reads every line of it."
     from papermill import inspect_notebook
-    from alpaca_farm.run.settings import field_comments, sized_defaults
     cls = config_of(path)
-    assert len(parameters(path)) == 1
-    own = {'out', 'seed', *cls.inputs, *cls.__annotations__, *sized_defaults(cls)}
-    known = {name: getattr(cls(), name) for name in own} | dict.fromkeys(own & {*cls().left_open})
-    found = inspect_notebook(str(path))
-    assert sorted(found) == sorted(known)
-    tables = vars(sys.modules[cls.__module__])    # a default may be a constant of the notebook
-    def value(text): return tables[text] if text in tables else ast.literal_eval(text)
-    assert {k: value(v['default']) for k, v in found.items()} == known
-    lines = [l for l in source(parameters(path)[0]).splitlines() if not l.startswith('#')]
-    assert len(lines) == len(known)  # nothing hides in a line that papermill cannot read
-    words = field_comments(cls)   # those of --help
-    assert {n: v['help'] for n, v in found.items()} == {n: words[n] for n in own}
+    assert [source(c) for c in parameters(path)] == [parameters_cell(cls)]
+    assert [*inspect_notebook(str(path))] == own_settings(cls)
 
 
 @each_notebook
@@ -102,7 +91,7 @@ def test_notebook_of_a_method(path):
     first = source(cells(path)[0])
     assert first.startswith('# ')
     assert re.search(r'^> \S', first, re.M)
-    at = next(i for i, c in enumerate(code) if 'parameters' in c['metadata'].get('tags', []))
+    at = next(i for i, c in enumerate(code) if is_parameters(c))
     assert re.match(rf'cfg = {config_of(path).__name__}\.collect\(globals\(\)\)',
                     source(code[at + 1]))
     name = config_of(path).__name__
