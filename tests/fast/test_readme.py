@@ -130,6 +130,13 @@ def test_names_that_are_links_are_defined_where_they_lead(page):
         assert len(LINKED.findall(PAGES[page])) > 80
 
 
+def test_the_list_of_notebooks_is_complete():
+    listed = set(re.findall(r'\(([\w/]+\.ipynb)\)', PAGES['notebooks.md']))
+    there = {str(p.relative_to(tiny.ROOT/'nbs')) for p in (tiny.ROOT/'nbs').rglob('*.ipynb')
+             if p.parent.name != '.ipynb_checkpoints'}
+    assert there - listed == set()
+
+
 FILE = re.compile(r'`((?:nbs|tests|tools|alpaca_farm)/[\w/.-]+\.\w+)`')
 
 
