@@ -130,6 +130,11 @@ def test_names_that_are_links_are_defined_where_they_lead(page):
         assert len(LINKED.findall(PAGES[page])) > 80
 
 
+def test_binder_installs_the_torch_of_the_constraints():
+    pinned = re.search(r'^torch==(\S+)$', (tiny.ROOT/'constraints.txt').read_text(), re.M)[1]
+    assert f'torch=={pinned}+cpu' in (tiny.ROOT/'.binder'/'requirements.txt').read_text().split()
+
+
 def test_the_list_of_notebooks_is_complete():
     listed = set(re.findall(r'\(([\w/]+\.ipynb)\)', PAGES['notebooks.md']))
     there = {str(p.relative_to(tiny.ROOT/'nbs')) for p in (tiny.ROOT/'nbs').rglob('*.ipynb')
