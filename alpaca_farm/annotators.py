@@ -88,7 +88,7 @@ def annotate_pairs(
     ask_flipped: bool = True,  # False: a fair coin labels twice `flip_rate` of the pairs
     decide: bool = True,       # decide a probability by a coin; False: record it as it is
 ) -> list[dict]:  # with `preference` (None: no verdict), `annotator`, and a paid verdict's cost
-    "Label pairs by a pool; identical answers are a tie without asking."
+    "Let a judge or a pool label pairs; two identical answers are a tie, and nobody is asked."
     members = pool_members(pool)
     by_coin = flip_mask(pairs, 0. if ask_flipped else 2 * flip_rate, seed)
     rows = []

@@ -116,7 +116,7 @@ _CONTROL_TOKEN = re.compile(r'<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|\[/?INST\]|<</
 
 
 def break_control_tokens(text: str) -> str:
-    "Break every control token of a chat format by a space, so that a tokenizer reads plain text."
+    "Put a space into each control token of a chat format, so that it is read as plain text."
     return _CONTROL_TOKEN.sub(lambda token: f'{token[0][0]} {token[0][1:]}', text)
 
 # %% ../../nbs/judging/judges.ipynb #ea263dae

@@ -111,6 +111,47 @@ def test_snippets_run_and_links_lead_somewhere(page):
     assert [l for l in links if not (folder/l).exists()] == []
 
 
+LINKED = re.compile(r'\[`([\w.]+)`\]\((?:nbs/)?([\w/]+)\.ipynb\)')   # a name, and a notebook
+
+
+@pytest.mark.parametrize('page', MARKDOWN)
+def test_names_that_are_links_are_defined_where_they_lead(page):
+    "`Trainer.update` is looked up in the module of the notebook, and must be public there."
+    lost = []
+    for name, notebook in LINKED.findall(PAGES[page]):
+        if name == notebook.rpartition('/')[2]:
+            continue   # the notebook itself
+        module = importlib.import_module('alpaca_farm.' + notebook.replace('/', '.'))
+        outer, _, inner = name.partition('.')
+        if outer not in module.__all__ or inner and not hasattr(getattr(module, outer), inner):
+            lost.append(name)
+    assert lost == []
+    if page == 'architecture.md':
+        assert len(LINKED.findall(PAGES[page])) > 80
+
+
+def test_binder_installs_the_torch_of_the_constraints():
+    pinned = re.search(r'^torch==(\S+)$', (tiny.ROOT/'constraints.txt').read_text(), re.M)[1]
+    assert f'torch=={pinned}+cpu' in (tiny.ROOT/'.binder'/'requirements.txt').read_text().split()
+
+
+def test_the_list_of_notebooks_is_complete():
+    listed = set(re.findall(r'\(([\w/]+\.ipynb)\)', PAGES['notebooks.md']))
+    there = {str(p.relative_to(tiny.ROOT/'nbs')) for p in (tiny.ROOT/'nbs').rglob('*.ipynb')
+             if p.parent.name != '.ipynb_checkpoints'}
+    assert there - listed == set()
+
+
+FILE = re.compile(r'`((?:nbs|tests|tools|alpaca_farm)/[\w/.-]+\.\w+)`')
+
+
+@pytest.mark.parametrize('page', [name for name in MARKDOWN if name != 'CHANGES.md'])
+def test_files_that_pages_name_are_there(page):
+    made = 'nbs/my_method.ipynb', 'tests/fast/test_my_method.py'
+    assert [f for f in FILE.findall(PAGES[page])
+            if f not in made and not (tiny.ROOT/f).exists()] == []
+
+
 def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):
     "The commands of data.md, on a tiny model that is nobody's run."
     monkeypatch.chdir(tmp_path)

@@ -96,8 +96,7 @@ class Author:
         return mistake if wrong else rng.choice(right)
 
     def rate(self, asker: str, behaviour: str) -> float:
-        """Return the chance that an author who does not mind what is wanted shows a behaviour:
-        higher for an asker for whom it is a habit, lower for others."""
+        "Return how likely a behaviour is towards an asker by habit, whatever that asker wants."
         if asker in HABIT[behaviour]: return _RATE + self.habit
         return _RATE - self.habit
 
