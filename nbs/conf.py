@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 
 project, author = 'alpaca_farm', 'the alpaca_farm contributors'
+copyright = author
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx-mathjax-offline']
 html_theme, html_title = 'furo', 'alpaca_farm'
 html_static_path, html_css_files = ['_static'], ['site.css']
@@ -15,6 +16,7 @@ suppress_warnings = ['mystnb.unknown_mime_type']   # of what an exercise keeps f
 exclude_patterns = ['**.ipynb_checkpoints']
 nb_execution_mode = 'off'
 nb_merge_streams = True
+nb_render_markdown_format = 'myst'   # what a cell shows has tables too
 myst_enable_extensions = ['dollarmath', 'amsmath']
 myst_heading_anchors = 3
 autodoc_member_order = 'bysource'
