@@ -13,13 +13,18 @@ from alpaca_farm.run.settings import Config, explained
 empty = Parameter.empty
 
 project, author = 'alpaca_farm', 'the alpaca_farm contributors'
+copyright = author
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx-mathjax-offline']
 html_theme, html_title = 'furo', 'alpaca_farm'
+html_static_path, html_css_files = ['_static'], ['site.css']
+highlight_language = 'none'   # of blocks that name no language: commands
+nb_code_prompt_show, nb_code_prompt_hide = 'Show the code', 'Hide the code'
 html_baseurl = 'https://alpaca-farm.github.io/alpaca_farm/'
 suppress_warnings = ['mystnb.unknown_mime_type']   # of what an exercise keeps for its grade
 exclude_patterns = ['**.ipynb_checkpoints']
 nb_execution_mode = 'off'
 nb_merge_streams = True
+nb_render_markdown_format = 'myst'   # what a cell shows has tables too
 myst_enable_extensions = ['dollarmath', 'amsmath']
 myst_heading_anchors = 3
 autodoc_member_order = 'bysource'
@@ -84,9 +89,19 @@ def write_pages(app):
     (Path(app.outdir)/'llms.txt').write_text(f'# alpaca_farm\n\n> {what}\n\n## Pages\n\n{lines}')
 
 
+def fold(text: str) -> str:
+    "A notebook whose cells are folded here where JupyterLab folds them."
+    notebook = json.loads(text)
+    for cell in notebook['cells']:
+        if cell['metadata'].get('jupyter', {}).get('source_hidden'):
+            cell['metadata'].setdefault('tags', []).append('hide-input')
+    return json.dumps(notebook)
+
+
 def plain(app, page, source):
     "A page without the lines that nbdev reads, and without links to folders."
     text = re.sub(r'"#\| ?\w[^"]*?(\\n)?",?\s*(?=["\]])', '', source[0])
+    if (Path(app.srcdir)/f'{page}.ipynb').exists(): text = fold(text)
     source[0] = re.sub(r'\[(`[^`\]]+`)\]\([\w/]+\)', r'\1', text)
 
 
