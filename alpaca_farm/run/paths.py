@@ -36,11 +36,14 @@ def notebooks_folder() -> Path:
     return next((p/'nbs' for p in (root(), package.parent) if _is_checkout(p)), package/'nbs')
 
 # %% ../../nbs/run/paths.ipynb #c3fb89c1
+_SHARED = {'run', 'data', 'ask', 'model', 'judging', 'train'}   # folders whose notebooks make no runs
+
+
 def notebook_path(name: str) -> Path | None:
-    "Find the notebook of a name in `nbs/` or a sub-folder."
+    "Find the notebook of a name that makes a run or shows some, in `nbs/` or a sub-folder."
     folder = notebooks_folder()
-    paths = [*folder.glob(f'{name}.ipynb'), *folder.glob(f'*/{name}.ipynb')]
-    return paths[0] if paths else None
+    for path in (*folder.glob(f'{name}.ipynb'), *folder.glob(f'*/{name}.ipynb')):
+        if path.parent.name not in _SHARED: return path
 
 # %% ../../nbs/run/paths.ipynb #6970e1f3
 def module_of(notebook: str) -> str:
