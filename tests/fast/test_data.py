@@ -672,7 +672,7 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
     path, tokenizer = tmp_path/f'labels.{suffix}', models.tokenizer
     path.write_bytes(FORMATS[suffix](labelled))
     more = dict(preferences=str(path), max_length=100)
-    for loss in dpo.DPOConfig.__annotations__['loss_type'].__args__:
+    for loss in dpo.LOSSES:
         smoothing = dict(label_smoothing=.1) if loss == 'robust' else {}
         cfg = dpo.DPOConfig(loss_type=loss, **smoothing, **more)
         data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
