@@ -63,7 +63,8 @@ def assert_same_run(two, one):
 def together(base, tmp_path_factory):
     "All methods, each by two processes that are started once, and each by one."
     folder = tmp_path_factory.mktemp('together')
-    runs, path = folder/'runs.json', f'{tiny.ROOT}{os.pathsep}{tiny.ROOT}/tests'
+    runs = folder/'runs.json'
+    path = os.pathsep.join(str(tiny.ROOT/place) for place in ('', 'tests', 'tools'))
     runs.write_text(json.dumps({name: run_of(name, base, folder/name) for name in RUNS}))
     done = subprocess.run([*TORCHRUN, '-m', 'several'], capture_output=True, text=True,
                           cwd=tiny.ROOT, env=tiny.environment(RUNS=str(runs), PYTHONPATH=path))
