@@ -26,6 +26,7 @@ nb_execution_mode = 'off'
 nb_merge_streams = True
 nb_render_markdown_format = 'myst'   # what a cell shows has tables too
 myst_enable_extensions = ['dollarmath', 'amsmath']
+myst_dmath_double_inline = True   # a formula between dollars may stand right under its sentence
 myst_heading_anchors = 3
 autodoc_member_order = 'bysource'
 PATH = ['start', 'world', 'annotators', 'reward_model', 'ppo', 'dpo', 'overoptimization', 'farm']

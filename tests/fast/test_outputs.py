@@ -116,7 +116,7 @@ def test_numbers_under_try_it_are_those_of_its_runs(path):
         known = set().union(*(shown[run] for run in re.findall(r'`(\w+)` \|', row)))
         assert quoted(row)
         assert missing(quoted(row), known) == []
-    parts = re.split(r'((?:^ *papermill .*\n?)+)', text, flags=re.M)
+    parts = re.split(r'((?:^ *papermill (?:.*\\\n)*.*\n?)+)', text, flags=re.M)
     for said, commands in zip(parts[::2], parts[1::2], strict=False):
         runs = {path.stem, *re.findall(r'(?:nbs|-p out runs)/(\w+)', commands)}
         known = set().union(*(shown.get(run, set()) for run in runs))
