@@ -17,7 +17,7 @@ from .ask.client import ApiConfig
 from .data.dialogues import full_instruction
 from .data.pairs import hash_uniform, pair_identity, shown_swapped
 from .data.shown import request_text
-from .judging.judges import api_clients, ask_both_orders, ask_shown, check_all_answered
+from .judging.judges import api_clients, ask_annotators, check_all_answered
 from .judging.judges import check_known_names, JudgedConfig, load_annotators
 from .judging.judges import load_pairs, RecordedLabels, usage_totals
 from .judging.measures import flip_labels, flip_mask
@@ -103,8 +103,7 @@ def annotate_pairs(
         else:
             asked[who].append(row)
             shown[who].append(pair)
-    ask = ask_both_orders if both_orders else ask_shown
-    verdicts = ask(members, shown, seed)
+    verdicts = ask_annotators(members, shown, seed, both_orders)
     for member, own, given in zip(members, asked, verdicts):
         for row, verdict in zip(own, given): _write_verdict(row, verdict, seed, decide)
         if isinstance(member, RecordedLabels): continue   # of the pairs that were labelled only

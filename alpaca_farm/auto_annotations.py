@@ -6,18 +6,19 @@
 __all__ = ['PairwiseAutoAnnotator', 'alpaca_leaderboard']
 
 # %% ../nbs/auto_annotations.ipynb #0414b469
-import json, os, tempfile
+import json, os, secrets, tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from fastcore.basics import patch
+import numpy as np
 
 from .annotators import annotate_pairs, to_alpaca_eval
 from .ask.client import ApiConfig
 from .boards.leaderboards import leaderboard_row
 from .data.dialogues import full_instruction, prompt_key, with_instruction
-from .data.pairs import hash_uniform, head2head_pairs, output_texts
-from .data.records import load_rows, read_rows
+from .data.pairs import hash_uniform, head2head_pairs, output_texts, PAIR_FIELDS
+from .data.records import check_records, load_rows, read_rows
 from .judging.judges import load_annotators
 from .run.paths import at_root
 
@@ -43,15 +44,12 @@ def _current_spec(name) -> str:
     return _OLD_NAMES.get(name, name)
 
 # %% ../nbs/auto_annotations.ipynb #a7bb3944
-def _shown_pair(row: dict) -> dict:
-    "Make the pair that a judge sees of a record; ValueError for a missing field or output."
-    row = with_instruction(row)
-    for name in ('instruction', 'output_1', 'output_2'):
-        if not isinstance(row.get(name), str):
-            raise ValueError(f'{name} = {row.get(name)!r} must be text (in {str(row)[:200]})')
-    given = row.get('input')
-    return dict(instruction=row['instruction'], input=given if isinstance(given, str) else '',
-                output_1=row['output_1'], output_2=row['output_2'])
+def _shown_pairs(rows: list[dict]) -> list[dict]:
+    "Make the pairs that a judge sees of records; ValueError for a missing field or output."
+    shown = []
+    for row in map(with_instruction, rows):
+        shown.append({name: row[name] for name in PAIR_FIELDS if name in row})
+    return check_records(shown, 'pair', 'the pairs to annotate') if shown else []
 
 # %% ../nbs/auto_annotations.ipynb #ef926dea
 _LABEL_FIELDS = ('annotator', 'preference', 'price_per_example', 'time_per_example',
@@ -102,28 +100,20 @@ class PairwiseAutoAnnotator:
             pool = load_annotators(self.spec, cfg)
         share = self.p_label_flip if p_label_flip is None else _flip_share(p_label_flip)
         rows = _records_of(to_annotate)
-        pairs = list(map(_shown_pair, rows))
-        seed = self.seed if self.seed is not None else int.from_bytes(os.urandom(4), 'big')
-        labels = annotate_pairs(pairs, pool, seed, share, ask_flipped=False, decide=False)
+        seed = self.seed if self.seed is not None else secrets.randbits(32)
+        labels = annotate_pairs(_shown_pairs(rows), pool, seed, share, ask_flipped=False,
+                                decide=False)
         annotated = []
         for row, told in zip(rows, to_alpaca_eval(labels)):
             annotated.append(row | {name: told[name] for name in _LABEL_FIELDS})
         return annotated
 
 # %% ../nbs/auto_annotations.ipynb #efec6878
-def _neighbours(texts: list[str], seed: int, prompt: tuple) -> list[tuple[str, str]]:
-    "Pair different texts with their neighbours in a random circle; none for fewer than two."
-    def coin(text): return hash_uniform('derange', text, seed, *prompt)
-    ring = sorted(set(texts), key=coin)
-    return list(zip(ring, ring[1:] + ring[:1])) if len(ring) > 1 else []
-
-
 @patch
 def annotate_samples(self: PairwiseAutoAnnotator,
     all_outputs,   # records with an `output`, or several in a list
     is_unique_instructions: bool = True,  # one pair; else as many as different outputs
-    p_label_flip: float | None = None,    # the noise of this call
-    **decoding_kwargs,
+    **kwargs,      # of `annotate_pairs`
 ) -> list[dict]:
     "Pair the outputs for each instruction, neighbours in a random cyclic order; label them."
     prompts = {}
@@ -134,12 +124,14 @@ def annotate_samples(self: PairwiseAutoAnnotator,
         outputs.setdefault(key, []).extend(output_texts(row))
     pairs = []
     for key, row in prompts.items():
-        both = _neighbours(outputs[key], self.seed or 0, key)
-        if is_unique_instructions: both = both[:1]
+        def coin(text): return hash_uniform('derange', text, self.seed or 0, *key)
+        ring = sorted(set(outputs[key]), key=coin)
+        if len(ring) == 1: continue
         rest = {k: v for k, v in row.items() if k != 'output'}
-        for k, (one, other) in enumerate(both):
-            pairs.append(dict(rest, output_1=one, output_2=other, sample_id=k))
-    return self.annotate_pairs(pairs, p_label_flip, **decoding_kwargs)
+        for k, text in enumerate(ring[:1] if is_unique_instructions else ring):
+            other = ring[(k + 1) % len(ring)]
+            pairs.append(dict(rest, output_1=text, output_2=other, sample_id=k))
+    return self.annotate_pairs(pairs, **kwargs)
 
 
 @patch
@@ -147,11 +139,11 @@ def annotate_head2head(self: PairwiseAutoAnnotator,
     outputs_1,    # of the baseline
     outputs_2,    # of the model
     is_ordered: bool = False,   # match them row by row
-    **decoding_kwargs,
+    **kwargs,     # of `annotate_pairs`
 ) -> list[dict]:
     "Label two models' outputs, 2 if the second is better; `common_prompts` drops the others."
     pairs = head2head_pairs(_records_of(outputs_1), _records_of(outputs_2), ordered=is_ordered)
-    return self.annotate_pairs(pairs, **decoding_kwargs)
+    return self.annotate_pairs(pairs, **kwargs)
 
 # %% ../nbs/auto_annotations.ipynb #03d65f45
 def _reference_from_hub():
@@ -187,7 +179,7 @@ def alpaca_leaderboard(
         return [dict(r, instruction=full_instruction(r), input='') for r in _records_of(outputs)]
     annotator = PairwiseAutoAnnotator(annotators_config, **kwargs)
     rows = annotator.annotate_head2head(merged(reference_outputs), merged(path_or_all_outputs))
-    preferences = pd.Series([r['preference'] for r in rows], dtype=float)   # None is nan
+    preferences = np.array([r['preference'] for r in rows], dtype=float)   # None is nan
     figures = leaderboard_row(preferences.tolist(), [len(r['output_2']) for r in rows])
     board = pd.DataFrame([figures], index=[name])
     if not is_print_metrics: return board

@@ -19,7 +19,7 @@ from .data.pairs import answer_of
 from .data.records import load_records
 from .data.text import encode
 from .judging.judges import JudgedConfig
-from .judging.pools import verdicts_over
+from .judging.pools import annotator_name, preferences_over, with_verdict
 from .judging.stats import standard_error, win_rate
 from .model.control import add_tokens, prepend_tokens, set_control_prefix
 from .model.logprobs import load_policy, load_reference, logprobs, response_logprobs
@@ -156,8 +156,10 @@ def _compare_on_val(
     if not judge: return {}
 
     def wins(name, other):
-        verdicts = once(verdicts_over, answers[name], answers[other], judge)
-        won = win_rate(verdicts)
+        def verdicts():
+            preferences = preferences_over(answers[name], answers[other], judge)
+            return with_verdict(preferences, annotator_name(judge))
+        won = win_rate(once(verdicts))
         return won['win_rate'], won['standard_error']
 
     rate, error = wins(GOOD if policies else 'no token', 'reference')

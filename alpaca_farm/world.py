@@ -23,7 +23,7 @@ from .run.settings import Amount, Betas, Count, Positive, Share, TrainConfig
 from .worlds.embedded.authors import Author, EXPERT
 from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
 from .worlds.embedded.crowd import crowd, gold, held_out_crowd, judge, length_biased
-from .worlds.embedded.crowd import Population, pool, read_population, sample_crowd
+from .worlds.embedded.crowd import pool, Population, read_population, sample_crowd
 from .worlds.embedded.crowd import sample_pool, vain_judge, write_population
 from .worlds.embedded.grammar import is_held_out, render, request_of, right_answers
 from .worlds.embedded.grammar import sample_request

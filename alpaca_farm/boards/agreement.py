@@ -15,7 +15,7 @@ import numpy as np
 from ..ask.client import ApiConfig
 from ..data.dialogues import full_instruction, prompt_key
 from ..data.records import load_records
-from ..judging.judges import ask_both_orders, check_all_answered, check_known_names
+from ..judging.judges import ask_annotators, check_all_answered, check_known_names
 from ..judging.judges import JudgedConfig, load_annotators
 from ..judging.label_files import label_file, label_files, load_sets, per_thousand
 from ..judging.label_files import recorded_verdicts, Verdicts
@@ -29,6 +29,7 @@ from ..run.paths import at_root
 from ..run.progress import Progress
 from ..run.runs import ensure_inputs, run_config, start, write_csv, write_figure
 from ..run.settings import command, Count, Reads
+
 
 # %% ../../nbs/boards/agreement.ipynb #8b8bfc52
 SETS = ['runs/world/labelled.json']
@@ -80,7 +81,7 @@ def ask_judge(
     for _, at in places: seen.append([pairs[i] for i in at])
     preferences = np.full((len(drawn), 2, len(pairs)), np.nan)
     verdicts = []
-    for (rank, at), given in zip(places, ask_both_orders(members, seen)):
+    for (rank, at), given in zip(places, ask_annotators(members, seen, both_orders=True)):
         if given: preferences[rank, :, at] = [v.orders for v in given]
         verdicts += given
     check_all_answered(judge, f'{name}, {len(pairs)} pairs in both orders')

@@ -16,11 +16,11 @@ import numpy as np
 
 from .corrected import explain_win_rate, label_columns, match_labels
 from .corrected import read_people_labels
-from .judged import complete_preferences, read_answers, short_names
+from .judged import read_answers, short_names
 from ..data.dialogues import prompt_key
-from ..data.pairs import output_texts
-from ..judging.judges import JudgedConfig, load_annotators
-from ..judging.pools import annotator_name
+from ..data.pairs import check_preferences, output_texts
+from ..judging.judges import check_all_answered, JudgedConfig, load_annotators
+from ..judging.pools import annotator_name, preferences_over
 from ..judging.stats import win_rate_interval
 from ..run.paths import at_root
 from ..run.runs import makes_run, read_log, read_signed, Run, write_csv, write_figure
@@ -109,7 +109,9 @@ def _win_rate_table(
         people = match_labels(labels, both)
     rows = []
     for (a, b), name in pairs.items():
-        p = complete_preferences(answers[b], answers[a], judge)
+        p = preferences_over(answers[b], answers[a], judge)
+        check_all_answered(judge, name)
+        check_preferences(p)
         won = win_rate_interval(p, seed=seed)
         row = dict(run=b, against=a, win_rate=won.value, low=won.low, high=won.high,
                    instructions=len(p))

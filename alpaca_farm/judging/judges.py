@@ -6,8 +6,8 @@
 __all__ = ['COMPLETION_MODELS', 'JUDGES', 'Evaluator', 'load_evaluators', 'break_control_tokens', 'fill_prompt', 'judge_request',
            'parse_verdicts', 'Verdict', 'ApiJudge', 'api_clients', 'usage_totals', 'check_all_answered', 'LocalJudge',
            'RewardJudge', 'RecordedLabels', 'read_recorded', 'folder_function', 'utility_judge', 'read_judge',
-           'JudgeKind', 'check_annotators', 'load_annotators', 'JudgedConfig', 'check_known_names', 'ask_shown',
-           'ask_both_orders', 'load_pairs']
+           'JudgeKind', 'check_annotators', 'load_annotators', 'JudgedConfig', 'check_known_names', 'ask_annotators',
+           'load_pairs']
 
 # %% ../../nbs/judging/judges.ipynb #4746fade
 import inspect, math, os, re
@@ -565,57 +565,43 @@ def check_known_names(
         raise ValueError(f'weights = {list(weights)}: none may be negative')
 
 # %% ../../nbs/judging/judges.ipynb #f57e0c9d
-def _ask_all(
+def _average(as_is, exchanged):
+    "Average two verdicts on a pair as it is, of which the second was shown exchanged."
+    prices = as_is.price, exchanged.price
+    orders = as_is.preference, exchanged.preference
+    return as_is._replace(
+        preference=sum(orders) / 2,
+        raw=f'{as_is.raw}\n---\n{exchanged.raw}' if as_is.raw else '',
+        price=None if None in prices else sum(prices),
+        orders=orders)
+
+
+def ask_annotators(
     annotators: list,
-    pairs: list[list[dict]],  # of each annotator, as they are
-    exchanged: list,          # and which of them are shown with the second answer first
-    seed: int,                # of the samples of a judge that samples
-) -> list[list[Verdict]]:     # on the pairs as they are
-    "Verdicts of each annotator on its pairs; an endpoint's judges are asked together."
-    work = []
-    for who, own, turned in zip(annotators, pairs, exchanged):
-        work.append((who, [swap_outputs(p) if x else p for p, x in zip(own, turned)]))
+    pairs: list[list[dict]],    # those that each annotator sees
+    seed: int = 0,              # of the order in which a pair is shown, and of sampled answers
+    both_orders: bool = False,  # ask in both orders and average, else in a random one
+) -> list[list[Verdict]]:       # on the pairs as they are
+    "Ask each annotator about its pairs; those behind an endpoint are asked together."
+    work = []     # (annotator, its pairs as shown)
+    orders = []   # which of these are exchanged
+    for who, own in zip(annotators, pairs):
+        ways = [shown_swapped(own, seed)]
+        if both_orders: ways = [[False] * len(own), [True] * len(own)]
+        for exchanged in ways:
+            work.append((who, [swap_outputs(p) if x else p for p, x in zip(own, exchanged)]))
+            orders.append(exchanged)
     remote = [w for w in work if isinstance(w[0], ApiJudge) and w[1]]
     answers = iter(_ask_judges(remote, seed) if remote else [])
     verdicts = []
-    for (who, shown), turned in zip(work, exchanged):
+    for (who, shown), exchanged in zip(work, orders):
         if not shown: given = []
         elif isinstance(who, ApiJudge): given = next(answers)
         else: given = [Verdict(float(p)) for p in annotator_preferences(shown, who)]
-        verdicts.append([v.exchanged() if x else v for v, x in zip(given, turned)])
-    return verdicts
-
-
-def ask_shown(
-    annotators: list,
-    pairs: list[list[dict]],  # the pairs that each annotator sees
-    seed: int = 0,            # of the order in which a pair is shown
-) -> list[list[Verdict]]:
-    "Ask each annotator about its pairs, shown in a random order."
-    return _ask_all(annotators, pairs, [shown_swapped(own, seed) for own in pairs], seed)
-
-# %% ../../nbs/judging/judges.ipynb #f57e0c9e
-def _average(as_is, exchanged):
-    "The mean of two verdicts on a pair, of which the second was shown exchanged."
-    prices = as_is.price, exchanged.price
-    return as_is._replace(
-        preference=(as_is.preference + 3 - exchanged.exchanged().preference) / 2,
-        raw=f'{as_is.raw}\n---\n{exchanged.raw}' if as_is.raw else '',
-        price=None if None in prices else sum(prices),
-        orders=(as_is.preference, exchanged.preference))
-
-
-def ask_both_orders(
-    annotators: list,
-    pairs: list[list[dict]],  # the pairs that each annotator sees
-    seed: int = 0,            # of the samples of a judge that samples
-) -> list[list[Verdict]]:
-    "Ask each annotator about its pairs in both orders, and average."
-    as_is = [np.zeros(len(own), bool) for own in pairs]
-    exchanged = [~order for order in as_is]
-    verdicts = iter(_ask_all(annotators * 2, pairs * 2, as_is + exchanged, seed))
-    first = list(islice(verdicts, len(pairs)))
-    return [list(map(_average, *both)) for both in zip(first, verdicts)]
+        verdicts.append([v.exchanged() if x else v for v, x in zip(given, exchanged)])
+    if not both_orders: return verdicts
+    both = zip(verdicts[::2], verdicts[1::2])
+    return [list(map(_average, as_is, exchanged)) for as_is, exchanged in both]
 
 # %% ../../nbs/judging/judges.ipynb #6fd448ff
 def _sample_pairs(row: dict, n: int, seed: int) -> list[dict]:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pool_members', 'annotator_name', 'pool_weights', 'draw_annotator', 'annotator_order', 'Pool', 'annotator_preferences',
            'report_missing', 'decide_vote', 'both_orders', 'mean_preferences', 'answer_preferences', 'preferences_over',
-           'with_verdict', 'verdicts_over']
+           'with_verdict']
 
 # %% ../../nbs/judging/pools.ipynb #0de7dbb0
 import math
@@ -183,20 +183,11 @@ def preferences_over(
     return np.array([p.mean() for p in answer_preferences(ordered, references, judge)])
 
 # %% ../../nbs/judging/pools.ipynb #11e33703
-def with_verdict(preferences) -> np.ndarray:
-    "Keep the preferences that are not None or nan; ValueError when there is none."
+def with_verdict(preferences, judge: str = '') -> np.ndarray:
+    "Keep preferences but for None and nan, and print the share lost by a `judge`; ValueError for none."
     p = np.array(preferences, dtype=float)
-    if not np.isnan(p).all(): return p[~np.isnan(p)]
+    there = ~np.isnan(p)
+    if judge: report_missing(judge, int((~there).sum()), len(p), 'instructions')
+    if there.any(): return p[there]
     raise ValueError(f'there is no verdict on any of the {len(p)} instructions: recorded labels '
                      'have verdicts on the pairs that were labelled only')
-
-
-def verdicts_over(
-    outputs: list[dict],
-    references: list[dict],
-    judge,   # an annotator or a pool
-) -> np.ndarray:
-    "Keep the verdicts of `preferences_over`, and print how many are missing; ValueError for none."
-    p = preferences_over(outputs, references, judge)
-    report_missing(annotator_name(judge), int(np.isnan(p).sum()), len(p), 'instructions')
-    return with_verdict(p)

@@ -16,7 +16,7 @@ from ..data.records import load_records
 from ..data.shown import example_text, learned_texts
 from ..data.text import check_limit, check_positions, decode, encode_prompts
 from ..data.text import encode_responses, end_token
-from ..judging.pools import verdicts_over
+from ..judging.pools import preferences_over, with_verdict
 from ..model.generation import generate
 from ..model.policy import Policy
 from ..run.defaults import count_weights, fitted
@@ -156,4 +156,5 @@ def preflight(
         check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     answer, other = _two_answers(policy, parts[0], cfg)
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
-    if judge: once(try_setting, cfg, 'annotators', verdicts_over, [answer], [other], judge)
+    def compare(): return with_verdict(preferences_over([answer], [other], judge))
+    if judge: once(try_setting, cfg, 'annotators', compare)

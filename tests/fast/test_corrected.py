@@ -16,10 +16,10 @@ from alpaca_farm.boards.corrected import estimate_strata, explain_win_rate, judg
 from alpaca_farm.boards.corrected import match_labels, people_difference, people_win_rate
 from alpaca_farm.boards.corrected import plan_labels, ppi_mean
 from alpaca_farm.boards.farm_board import _people_labels
-from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.judging.measures import people_votes
+from alpaca_farm.judging.pools import preferences_over
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
 
@@ -158,7 +158,7 @@ def test_the_same_answer_twice_is_a_half_that_needs_no_label(tmp_path):
     rows = [dict(PROMPTS[i], output_1='x'*9, output_2='better', preference=2 - i % 2,
                  drawn='random') for i in range(40) if i % 4]
     own = match(tmp_path, rows, outputs, references)
-    judged = complete_preferences(outputs, references, longest)
+    judged = preferences_over(outputs, references, longest)
     c, has = people_win_rate(judged, own), ~np.isnan(own.votes)
     assert own.same.sum() == 20 and has.sum() == 30
     assert c.rate.value == pytest.approx(.25*50 + .75*100*own.votes[has].mean())
@@ -183,7 +183,7 @@ def test_bad_labels_are_named_before_anybody_is_asked(tmp_path, rows, message):
 
 
 def test_what_makes_a_correction_doubtful_is_said(tmp_path, capsys):
-    judged = complete_preferences(MINE, REFERENCES, longest)
+    judged = preferences_over(MINE, REFERENCES, longest)
     def report(rows): return ' '.join(explain_win_rate('mine', 'longest', judged,
                                                         match(tmp_path, rows)))
     plain = report(random_rows())
@@ -207,7 +207,7 @@ def test_what_makes_a_correction_doubtful_is_said(tmp_path, capsys):
 def test_strata_must_be_those_that_were_drawn_from(tmp_path):
     "By length they are known from the texts, by verdict from the judge that the draw was by."
     references = [dict(p, output='x'*9) for p in PROMPTS]
-    judged = complete_preferences(MINE, references, longest)
+    judged = preferences_over(MINE, references, longest)
     rows = [label(i, i % 2, turned=i % 3 == 0) for i in range(0, 80, 2)]
     rows = [dict(r, drawn=by, stratum=int(np.sign(len(r['output_2']) - len(r['output_1']))))
             for by in ('length', 'verdict') for r in rows]

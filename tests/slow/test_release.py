@@ -7,10 +7,9 @@ import pytest
 
 from alpaca_farm import best_of_n, sft, world
 from alpaca_farm.boards.farm_board import _chosen_answers
-from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.measures import sample_votes
-from alpaca_farm.judging.pools import both_orders
+from alpaca_farm.judging.pools import both_orders, preferences_over
 from alpaca_farm.judging.stats import agreement
 from alpaca_farm.worlds.embedded.authors import contested
 from alpaca_farm.worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY
@@ -36,7 +35,7 @@ def made(tmp_path_factory):
     crowd = world.sample_crowd(1, 'held_out_crowd')
 
     def win(answers):
-        return 100*(np.mean(complete_preferences(answers, references, crowd)) - 1)
+        return 100*(np.mean(preferences_over(answers, references, crowd)) - 1)
     return SimpleNamespace(folder=folder, win=win, crowd=crowd, references=references,
                            samples=sampled('samples', n=16, seed=1),
                            greedy=sampled('greedy', n=1, temperature=0., seed=0))
