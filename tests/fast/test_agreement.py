@@ -24,7 +24,8 @@ from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 with_data = pytest.mark.skipif(not DATA.is_dir(), reason='the public data is not here')
-CFG, LONGEST = A.AgreementConfig(), 'alpaca_farm.boards.agreement:prefer_longer'
+CFG = A.AgreementConfig()
+LONGEST = 'alpaca_farm.boards.agreement:prefer_longer'
 
 
 @with_data
@@ -33,7 +34,9 @@ def test_pandalm():
     sets = A.load_sets([str(DATA/'pandalm/testset-v1.json')])
     said = A.verdicts_of_judges([f'{DATA}/pandalm/gpt-3.5-turbo-testset-v1.json'], sets, CFG)
     people, out = A.agreement_board(sets, said, draws=20).itertuples()
-    assert (out.n, out.n_decided, out.n_unanswered) == (999, 894, 25)
+    assert out.n == 999
+    assert out.n_decided == 894
+    assert out.n_unanswered == 25
     assert [round(x, 3) for x in (out.accuracy, out.decided, people.pairwise)] == [.716, .785, .92]
     ties = {k: v._replace(preferences=np.where(np.isnan(v.preferences) & v.shown, 1.5,
                                                v.preferences)) for k, v in said.items()}
@@ -60,20 +63,25 @@ def test_alpaca_eval_annotations_are_read_on_both_sides(capsys):
     votes = [v for p in sets['annotations_ae1'] for v in p['votes'].values()]
     assert votes.count(1.5) == 16   # stored as 0
     said, = A.verdicts_of_judges([own], sets, CFG).values()
-    with open(own) as f: prices = [r['price_per_example'] for r in json.load(f)]
+    with open(own) as f:
+        prices = [r['price_per_example'] for r in json.load(f)]
     assert said.price == pytest.approx(1000*np.mean([p for p in prices if p is not None]))
     itself = A.agreement_board(sets, {('annotations_ae1', 'itself'): said}, draws=10).iloc[1]
-    assert itself.accuracy == 1 and itself.n_unanswered == 0
+    assert itself.accuracy == 1
+    assert itself.n_unanswered == 0
     other, = A.verdicts_of_judges([theirs], sets, CFG).values()   # another baseline: few in common
-    assert other.shown.any(0).sum() == 5 and '5 of 805 labelled pairs' in capsys.readouterr().out
-    with pytest.raises(ValueError, match='A soft label'): A.load_sets([theirs])
+    assert other.shown.any(0).sum() == 5
+    assert '5 of 805 labelled pairs' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='A soft label'):
+        A.load_sets([theirs])
 
 
 @with_data
 def test_hh_rlhf():
     file = DATA/'hh_rlhf'/'harmless-base_test.jsonl.gz'
     pairs, = A.load_sets([str(file)]).values()
-    with gzip.open(file, 'rt') as f: rows = [json.loads(line) for line in f]
+    with gzip.open(file, 'rt') as f:
+        rows = [json.loads(line) for line in f]
     assert len(pairs) == len(rows) == 2312
     assert .45 < np.mean([p['votes']['gold'] == 1 for p in pairs]) < .55
     for p, r in zip(pairs, rows):
@@ -96,9 +104,12 @@ def test_order_and_chance_are_told_apart():
         texts = [(p['instruction'], p['output_1'], p['output_2']) for p in shown]
         return [1. + (hash_uniform('z', *text) < .5) for text in texts]
     one, two, first = (measured(f, pairs) for f in (soft, coins, lambda shown: [1.]*len(shown)))
-    assert one['consistency'] == 1 and .3 < one['variance'] < .45
+    assert one['consistency'] == 1
+    assert .3 < one['variance'] < .45
     assert [two['consistency'], two['variance']] == pytest.approx([.5, .25], abs=.06)
-    assert first['consistency'] == 0 and first['first'] == 1 and .4 < first['variance'] < .6
+    assert first['consistency'] == 0
+    assert first['first'] == 1
+    assert .4 < first['variance'] < .6
 
 
 def test_a_missing_verdict_is_counted_and_left_out(tmp_path, capsys):
@@ -113,9 +124,12 @@ def test_a_missing_verdict_is_counted_and_left_out(tmp_path, capsys):
     missing = np.isnan(judged['s', 'shaky'].preferences).sum()
     assert [row[k].n_unanswered for k in ('shaky', 'mute', 'nearly')] == [missing, 100, 98]
     assert 'nearly: no verdict on 98 of 100 questions (98.0%)' in capsys.readouterr().out
-    assert missing and row['shaky']['first'] == 1 and row['shaky'].consistency == 0
+    assert missing
+    assert row['shaky']['first'] == 1
+    assert row['shaky'].consistency == 0
     assert [math.isnan(row[k].accuracy) for k in ('mute', 'nearly')] == [True, False]
-    assert math.isnan(row['nearly'].spearman) and row['prefer_longer'].consistency == 1
+    assert math.isnan(row['nearly'].spearman)
+    assert row['prefer_longer'].consistency == 1
     rows = [PAIR | dict(instruction=f'q{i}') for i in range(4)]   # of a file, too
     file = tiny.write(tmp_path/'j.json', [r | dict(preference=1 if i else None)
                                           for i, r in enumerate(rows)])
@@ -158,17 +172,21 @@ def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsy
     "One person's votes and two of another: agreement is of two pairs, and has no interval."
     pairs = embedded_pairs(60)
     rows = labelled(pairs, first_vote) + labelled(pairs[:2], first_vote, lambda i: 'Bo')
-    labels, out = write(tmp_path/'labels', rows), tmp_path/'out'
+    labels = write(tmp_path/'labels', rows)
+    out = tmp_path/'out'
     A.run(A.AgreementConfig(out=str(out), sets=[labels], judges=[LONGEST], draws=20))
     assert 'labels: 2 of 60 pairs have two votes or more' in capsys.readouterr().out
     for who in ('people', 'longest'):
         counts = [read_summary(out)[f'labels_{who}_{k}'] for k in ('n', 'n_agreement')]
         assert counts == [60, 2]
-    with open(out/'leaderboard.csv', newline='') as f: people, judge = csv.DictReader(f)
-    assert people['agreement'] == '1.0000' and people['agreement_low'] == ''
+    with open(out/'leaderboard.csv', newline='') as f:
+        people, judge = csv.DictReader(f)
+    assert people['agreement'] == '1.0000'
+    assert people['agreement_low'] == ''
     assert judge['agreement_low'] == '' != judge['accuracy_low']
     full = A.agreement_board(dict(s=pairs), {}, draws=20).iloc[0]
-    assert full.n_agreement == 60 and full.agreement_low < full.agreement
+    assert full.n_agreement == 60
+    assert full.agreement_low < full.agreement
 
 
 @pytest.mark.parametrize('again', ['same', 'other', 'turned'])
@@ -180,14 +198,16 @@ def test_a_vote_that_stands_twice_in_a_file_is_one_persons(tmp_path, capsys, for
     more = [dict(r, preference=3 - r['preference']) for r in rows]
     more = dict(same=rows, other=more, turned=list(map(swap_outputs, more)))[again]
     def named(r):
-        if form == 'votes': return r | dict(votes={r['annotator']: r['preference']})
+        if form == 'votes':
+            return r | dict(votes={r['annotator']: r['preference']})
         return {form if k == 'annotator' else k: v for k, v in r.items()}
     found = []
     for k, given in enumerate((rows, rows + more)):
         sets = A.load_sets([tiny.write(tmp_path/f'{again}{k}.json', list(map(named, given)))])
         row = A.agreement_board(sets, {}, draws=10).iloc[0]
         found.append((row.n, row.n_agreement, row.agreement, row.pairwise, row.alpha))
-    assert found[0] == found[1] and found[0][3] == 0
+    assert found[0] == found[1]
+    assert found[0][3] == 0
     said = dict(same='repeat', other='differ from', turned='repeat')[again]
     assert f'24 votes {said} one of the same person on the same pair' in capsys.readouterr().out
 
@@ -197,7 +217,8 @@ def test_votes_without_a_name_are_one_persons(tmp_path, capsys):
     pairs, = A.load_sets([tiny.write(tmp_path/'a.json', rows + rows)]).values()
     assert [p['votes'] for p in pairs] == [dict(people=1)]*4
     assert '4 votes repeat one of somebody unnamed' in capsys.readouterr().out
-    for k in 'bc': tiny.write(tmp_path/f'{k}.json', [r | dict(annotator='Ann') for r in rows])
+    for k in 'bc':
+        tiny.write(tmp_path/f'{k}.json', [r | dict(annotator='Ann') for r in rows])
     pairs, = A.load_sets([str(tmp_path/'[bc].json')]).values()   # of two files
     assert [p['votes'] for p in pairs] == [dict(Ann=1)]*4
 
@@ -208,11 +229,13 @@ def test_partial_overlap_is_used_and_counted(tmp_path, capsys):
     said = labelled(pairs[:60], longest, lambda i: f'judge {i % 3}')
     voted = [swap_outputs(r) | dict(preference=3 - r['preference']) if i % 2 else r
              for i, r in enumerate(labelled(pairs[40:], first_vote))]
-    pool, people = write(tmp_path/'pool', said), write(tmp_path/'people', voted)
+    pool = write(tmp_path/'pool', said)
+    people = write(tmp_path/'people', voted)
     A.run(A.AgreementConfig(out=str(tmp_path/'out'), sets=[people], judges=[pool], draws=20))
     assert '20 of 30 labelled pairs have a verdict, and 20 of 60' in capsys.readouterr().out
     found = read_summary(tmp_path/'out')
-    assert (found['people_people_n'], found['people_pool_n']) == (30, 20)
+    assert found['people_people_n'] == 30
+    assert found['people_pool_n'] == 20
     right = [1 - abs(longest(p) - first_vote(p)) for p in pairs[40:60]]   # a tie is half right
     assert found['people_pool_accuracy'] == pytest.approx(np.mean(right))
     full = A.load_sets([people])
@@ -232,7 +255,8 @@ def test_partial_overlap_is_used_and_counted(tmp_path, capsys):
 
 @pytest.fixture
 def server():
-    with judge_server() as server: yield server
+    with judge_server() as server:
+        yield server
 
 
 def paid(tmp_path, server, **more):
@@ -247,8 +271,11 @@ def paid(tmp_path, server, **more):
 def test_a_judge_behind_an_endpoint_has_a_price_and_a_time(tmp_path, server):
     pairs = embedded_pairs(12)
     said, = A.verdicts_of_judges(['chatgpt'], dict(s=pairs), paid(tmp_path, server)).values()
-    assert said.how == 'live' and said.preferences.shape == (1, 2, 12)
-    assert said.price > 0 and said.time > 0 and set(said.preferences.ravel()) <= {1., 2.}
+    assert said.how == 'live'
+    assert said.preferences.shape == (1, 2, 12)
+    assert said.price > 0
+    assert said.time > 0
+    assert set(said.preferences.ravel()) <= {1., 2.}
     with pytest.raises(ValueError, match='models: gpt-4 is none of'):
         A.AgreementConfig(judges=['chatgpt'], models=['gpt-4=x'])
 
@@ -257,7 +284,8 @@ def test_a_reached_budget_is_no_result(tmp_path, server):
     "The run stops, what was answered is stored, and the next run asks for the rest alone."
     with pytest.raises(ValueError, match='chatgpt, 20 pairs in both orders: .*budget'):
         A.run(paid(tmp_path, server, budget=1.))
-    assert 0 < len(server.requests()) < 40 and not (tmp_path/'out'/'leaderboard.csv').exists()
+    assert 0 < len(server.requests()) < 40
+    assert not (tmp_path/'out'/'leaderboard.csv').exists()
     A.run(paid(tmp_path, server))
     assert len(server.requests()) == 40
 
@@ -303,7 +331,8 @@ WRONG_VERDICTS = [
 def rows_of(what):
     "A file's two rows, the second one wrong, and the field that is."
     for good, wrong in what:
-        for field, value in wrong.items(): yield [good, good | {field: value}], field
+        for field, value in wrong.items():
+            yield [good, good | {field: value}], field
         yield [good, 7], 'a record is expected, not 7'
         yield [good, None], 'a record is expected, not None'
         yield [7, good], 'a record is expected, not 7'
@@ -319,9 +348,12 @@ def test_a_wrong_value_names_file_row_and_field(tmp_path, kind):
     file = tmp_path/'some.json'
     for rows, field in rows_of(what):
         file.write_text(json.dumps(rows))
-        with pytest.raises(ValueError) as e: read(str(file))
+        with pytest.raises(ValueError) as e:
+            read(str(file))
         at = f'{file}, row {int(rows[0] != 7)}'
-        assert at in str(e.value) and field in str(e.value) and '\n' not in str(e.value)
+        assert at in str(e.value)
+        assert field in str(e.value)
+        assert '\n' not in str(e.value)
     file.write_text(json.dumps([what[0][0]]))
     read(str(file))
 
@@ -379,14 +411,16 @@ def test_odd_sets_are_read_as_meant_or_told(tmp_path, capsys, name):
     rows, votes, told = ODD_SETS[name]
     file = tiny.write(tmp_path/'odd.json', rows)
     if isinstance(votes, str):
-        with pytest.raises(ValueError, match=votes) as e: A.load_sets([file])
+        with pytest.raises(ValueError, match=votes) as e:
+            A.load_sets([file])
         assert '\n' not in str(e.value)
         return
     pairs = A.load_sets([file])['odd']
     assert [p['votes'] for p in pairs] == votes
     said = capsys.readouterr().out
     assert told in said if told else said == ''
-    if 'votes' not in rows[0]: assert recorded_verdicts(file, '', dict(s=pairs))
+    if 'votes' not in rows[0]:
+        assert recorded_verdicts(file, '', dict(s=pairs))
 
 
 def test_a_judge_cannot_move_the_pairs():
@@ -402,4 +436,5 @@ def test_a_judge_cannot_move_the_pairs():
     assert annotator_preferences(pairs, series(range(6))).tolist() == [1, 2, 1, 2, 1, 2]
     for wrong, message in ((series([3, 0, 1, 2, 5, 4]), 'a Series whose index is not 0, 1, 2'),
                            (lambda shown: np.ones((6, 1)), r'of shape \(6, 1\) for 6 pairs')):
-        with pytest.raises(ValueError, match=message): annotator_preferences(pairs, wrong)
+        with pytest.raises(ValueError, match=message):
+            annotator_preferences(pairs, wrong)

@@ -30,8 +30,10 @@ def people_and_judge(rate, flip, shape, seed=0):
     "Votes, and a judge that errs in a share `flip` of them; 1.5: a generous judge; 2: a soft one."
     u = np.random.default_rng(seed).random((2, *shape))
     y = (u[0] < rate).astype(float)
-    if flip == 1.5: return y, np.maximum(y, u[1] < .1)
-    if flip == 2: return y, np.clip(.3 + .4*y + norm.ppf(u[1])/5, 0, 1)
+    if flip == 1.5:
+        return y, np.maximum(y, u[1] < .1)
+    if flip == 2:
+        return y, np.clip(.3 + .4*y + norm.ppf(u[1])/5, 0, 1)
     return y, np.where(u[1] < flip, 1 - y, y)
 
 
@@ -61,13 +63,15 @@ def test_numbers_of_the_authors_library_and_of_a_constant_judge():
     labels = np.arange(11) % 3 < 1
     for verdict in (.7, .9, 1):   # whose variance is at most a rounding error
         value, error, weight = ppi_mean(labels, np.full(11, verdict), np.full(31, verdict))
-        assert weight == 0 and value == labels.mean()
+        assert weight == 0
+        assert value == labels.mean()
         assert error == pytest.approx(labels.std()/math.sqrt(11))
 
 
 def stratified(rate, draws, n=(15, 45), N=(600, 200), seed=0):
     "Strata, in which people's rate and the judge's error differ, and the mean over both."
-    rates, parts = (rate/2, min(1, 1.5*rate)), []
+    rates = (rate/2, min(1, 1.5*rate))
+    parts = []
     for k in (0, 1):
         y, f = people_and_judge(rates[k], (.1, .3)[k], (draws, N[k]), seed=seed + k)
         parts.append(draw(y, f, n[k]))
@@ -95,13 +99,16 @@ def test_worth_is_between_nothing_and_all():
         assert least < np.mean(estimate_strata([draw(y, f, 100)]).worth) < most
     y = people_and_judge(.4, 0, (30,))[0]
     everything = estimate_strata([(y, y, y[:0])])          # all labelled: no judge is needed
-    assert everything.rate == everything.labels and everything.worth == pytest.approx(30)
+    assert everything.rate == everything.labels
+    assert everything.worth == pytest.approx(30)
 
 
 @pytest.mark.parametrize('agreement', [.7, .9])
 def test_the_plan_for_two_policies_is_what_200_draws_needed(agreement):
     "The half-width, with as many labels as are forecast for it, with and without the judge."
-    N, within, rng = 6000, .04, np.random.default_rng(0)
+    N = 6000
+    within = .04
+    rng = np.random.default_rng(0)
     g = (rng.random((200, N, 2)) < [.6, .45]).astype(float)
     y = np.where(rng.random(g.shape) < agreement, g, 1 - g)
     assert judge_agreement(g, y) == pytest.approx(agreement, abs=.01)
@@ -148,7 +155,9 @@ def test_votes_are_averaged_over_the_pairs_of_an_instruction(tmp_path):
     own = match(tmp_path, rows[:3] + [merged] + rows[4:] + more)
     want = {i: float(i % 2) for i in range(11)} | {0: .5, 1: .75}
     assert {i: v for i, v in enumerate(own.votes) if not np.isnan(v)} == want
-    assert own.drawn is None and match(tmp_path, rows).drawn == 'random' and not own.same.any()
+    assert own.drawn is None
+    assert match(tmp_path, rows).drawn == 'random'
+    assert not own.same.any()
 
 
 def test_the_same_answer_twice_is_a_half_that_needs_no_label(tmp_path):
@@ -159,11 +168,14 @@ def test_the_same_answer_twice_is_a_half_that_needs_no_label(tmp_path):
                  drawn='random') for i in range(40) if i % 4]
     own = match(tmp_path, rows, outputs, references)
     judged = complete_preferences(outputs, references, longest)
-    c, has = people_win_rate(judged, own), ~np.isnan(own.votes)
-    assert own.same.sum() == 20 and has.sum() == 30
+    c = people_win_rate(judged, own)
+    has = ~np.isnan(own.votes)
+    assert own.same.sum() == 20
+    assert has.sum() == 30
     assert c.rate.value == pytest.approx(.25*50 + .75*100*own.votes[has].mean())
     gap = people_difference((judged, own), (judged, own))
-    assert gap.value == 0 and gap.low == -gap.high
+    assert gap.value == 0
+    assert gap.low == -gap.high
 
 
 def random_rows(n=40, **more):
@@ -179,7 +191,8 @@ def random_rows(n=40, **more):
     (random_rows(drawn='length'), 'some instructions of mine have several'),
     ([], 'the file holds no records')])
 def test_bad_labels_are_named_before_anybody_is_asked(tmp_path, rows, message):
-    with pytest.raises(ValueError, match=message): match(tmp_path, rows)
+    with pytest.raises(ValueError, match=message):
+        match(tmp_path, rows)
 
 
 def test_what_makes_a_correction_doubtful_is_said(tmp_path, capsys):
@@ -187,14 +200,18 @@ def test_what_makes_a_correction_doubtful_is_said(tmp_path, capsys):
     def report(rows): return ' '.join(explain_win_rate('mine', 'longest', judged,
                                                         match(tmp_path, rows)))
     plain = report(random_rows())
-    assert 'nan' not in plain and 'drawn at random' not in plain and 'random draw' not in plain
-    assert 'corrected by 40 labels' in plain and 'more than the 80 instructions' in plain
+    assert 'nan' not in plain
+    assert 'drawn at random' not in plain
+    assert 'random draw' not in plain
+    assert 'corrected by 40 labels' in plain
+    assert 'more than the 80 instructions' in plain
     assert 'do not say that they were drawn at random' in report(random_rows(drawn=None))
     won = np.flatnonzero(judged > 1.5).tolist()
     one_side = report([label(i, 1, drawn='random') for i in won])
     assert 'no random draw looks like this' in one_side
     equal = report([dict(r, preference=2) for r in random_rows()])
-    assert 'all 40 labels are equal' in equal and 'nan' not in equal
+    assert 'all 40 labels are equal' in equal
+    assert 'nan' not in equal
     match(tmp_path, random_rows() + [dict(label(3, 1), instruction='Of another file.')])
     said = capsys.readouterr().out
     assert "1 of 41 labelled pairs are not among those judged (such as 'Of" in said
@@ -213,7 +230,9 @@ def test_strata_must_be_those_that_were_drawn_from(tmp_path):
             for by in ('length', 'verdict') for r in rows]
     for by in ('length', 'verdict'):
         own = match(tmp_path, [r for r in rows if r['drawn'] == by], references=references)
-        f, has, sides = judged - 1, ~np.isnan(own.votes), np.sign(judged - 1.5)
+        f = judged - 1
+        has = ~np.isnan(own.votes)
+        sides = np.sign(judged - 1.5)
         parts = [(own.votes[s & has], f[s & has], f[s & ~has])
                  for s in (sides == k for k in (-1, 0, 1))]
         assert people_win_rate(judged, own).rate.value == pytest.approx(
@@ -230,7 +249,9 @@ def test_strata_must_be_those_that_were_drawn_from(tmp_path):
 @pytest.fixture(scope='module')
 def answers(tmp_path_factory):
     "Files of answers by two authors of the embedded world to 90 instructions."
-    folder, rng, rows = tmp_path_factory.mktemp('answers'), random.Random(0), {}
+    folder = tmp_path_factory.mktemp('answers')
+    rng = random.Random(0)
+    rows = {}
     while len(rows) < 90:
         spec = world.sample_request(rng)
         prompt = world.render(spec)
@@ -258,14 +279,16 @@ def crowd_labels(answers, outputs, folder, against='reference', draw=30, **more)
 def test_papermill_corrects_a_board_by_labels(answers, tmp_path):
     "From a draw over a labelling page to the columns of the board, as a user types it."
     labels = f'{crowd_labels(answers, "skilled", tmp_path)}/preferences.json'
-    assert {r['drawn'] for r in read_json(labels)} == {'random'} and len(read_json(labels)) == 30
+    assert {r['drawn'] for r in read_json(labels)} == {'random'}
+    assert len(read_json(labels)) == 30
     out = tmp_path/'out'
     run = tiny.spawn(tiny.papermill(
         tiny.ROOT/'nbs'/'eval.ipynb', tmp_path/'eval.ipynb', out=out, labels=labels,
         outputs=[str(answers/'skilled.json')], reference=answers/'reference.json',
         annotators=['alpaca_farm.world:pool']))
     output = run.communicate()[0]   # a line of progress, where that took ten seconds
-    assert run.returncode == 0 and 'Error' not in output
+    assert run.returncode == 0
+    assert 'Error' not in output
     board = pd.read_csv(out/'leaderboard.csv').set_index('method')
     own = match_labels(labels, dict(m=(read_json(answers/'skilled.json'),
                                        read_json(answers/'reference.json'))))['m']
@@ -274,10 +297,12 @@ def test_papermill_corrects_a_board_by_labels(answers, tmp_path):
     row = board.loc['skilled']
     names = ['corrected', 'corrected_low', 'corrected_high', 'labels_alone', 'worth']
     assert row[names].tolist() == pytest.approx([*c.rate, c.labels.value, c.worth], abs=1e-3)
-    assert row.n_labels == 30 and not board.filter(regex='corr|label|worth').isna().any(axis=None)
+    assert row.n_labels == 30
+    assert not board.filter(regex='corr|label|worth').isna().any(axis=None)
     assert board.loc['reference', [*names[:2], 'n_labels']].tolist() == [50, 50, 0]
     said = read_json(out/'corrections.json')
-    assert f'corrected by 30 labels {c.rate.value:.1f}' in said[0] and '+-5 points' in said[2]
+    assert f'corrected by 30 labels {c.rate.value:.1f}' in said[0]
+    assert '+-5 points' in said[2]
     assert read_summary(out)['skilled_corrected'] == pytest.approx(c.rate.value, abs=1e-3)
     assert (out/'leaderboard.png').exists()
 
@@ -318,14 +343,16 @@ def test_compare_and_the_farm_take_labels(answers, tmp_path, capsys):
                                 annotators='alpaca_farm.world:pool')
     compare.run(cfg)
     row = pd.read_csv(tmp_path/'out'/'win_rates.csv').iloc[0]
-    assert row.corrected_low < row.corrected < row.corrected_high and row.n_labels == 30
+    assert row.corrected_low < row.corrected < row.corrected_high
+    assert row.n_labels == 30
     assert 'skilled over middling' in capsys.readouterr().out
     assert 'skilled_over_middling_corrected' in read_summary(cfg.out)
     # of the farm's rows those that have labels
     rows = {name: load_records(str(answers/f'{file}.json'), kind='output')
             for name, file in dict(sft='middling', dpo='skilled').items()}
     found = _people_labels(labels, rows | dict(ppo=[dict(r, output='No.') for r in rows['sft']]))
-    assert [*found] == ['dpo'] and np.isfinite(found['dpo'].votes).sum() == 30
+    assert [*found] == ['dpo']
+    assert np.isfinite(found['dpo'].votes).sum() == 30
 
 
 @pytest.mark.parametrize('strata', ['', 'length', 'verdict'])
@@ -338,18 +365,22 @@ def test_a_draw_is_random_and_says_so(answers, tmp_path, strata):
     def drawn(n, seed=0, **more): return labelling.pairs_to_label(
         labelling.LabellingConfig(outputs=file, draw=n, seed=seed, **(dict(strata=strata) | more)))
     few, more = ({r['instruction'] for r in drawn(n)} for n in (30, 50))
-    assert few < more and {r['instruction'] for r in drawn(30, seed=1)} != few
+    assert few < more
+    assert {r['instruction'] for r in drawn(30, seed=1)} != few
     assert {r['drawn'] for r in drawn(30)} == {strata or 'random'}
     if strata == 'verdict':
         sides = [r['stratum'] for r in drawn(30)]
         # ten of those that it prefers are too few
-        assert sides.count(-1) == 10 and sides.count(1) == 27
+        assert sides.count(-1) == 10
+        assert sides.count(1) == 27
     places = [[p['instruction'] for p in pairs].index(r['instruction']) for r in drawn(30)]
     assert places != sorted(places)
     file = file_of(tmp_path, [dict(p, output_2=p['output_2'] + x) for p in pairs for x in '!?'])
     if strata:
-        with pytest.raises(ValueError, match='several pairs'): drawn(30)
-    else: assert len(drawn(30)) == 60
+        with pytest.raises(ValueError, match='several pairs'):
+            drawn(30)
+    else:
+        assert len(drawn(30)) == 60
 
 
 # people's labels of public data
@@ -376,7 +407,8 @@ def test_labels_of_public_data_are_recovered_from_a_part(data, n):
         kinds = [{r['instruction']: r['preference'] or 1.5 for r in read_json(
             DATA/data/'alpaca-7b'/f'annotations_{k}.json')} for k in ('ae1', 'ae2')]
         judge, y = (np.array([k[t] for t in kinds[0]], dtype=float) for k in kinds)
-    else: pairs, judge, y = public(data, *PUBLIC[data])
+    else:
+        pairs, judge, y = public(data, *PUBLIC[data])
     known = ~np.isnan(judge + y)
     f, y = judge[known] - 1, y[known] - 1
     order = np.argsort(np.random.default_rng(0).random((500, len(y))), axis=1)

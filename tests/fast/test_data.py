@@ -84,7 +84,8 @@ def test_files_as_other_programs_write_them(tmp_path, name, content, rows):
 
 def test_a_saved_dataset(tmp_path):
     from datasets import Dataset, DatasetDict
-    train, test = Dataset.from_list(PAIRS[:3]), Dataset.from_list(PAIRS[3:])
+    train = Dataset.from_list(PAIRS[:3])
+    test = Dataset.from_list(PAIRS[3:])
     train.save_to_disk(tmp_path/'one')
     DatasetDict(train=train, test=test).save_to_disk(tmp_path/'both')
     for name, split, rows in (('one', 'any', PAIRS[:3]), ('both', 'train', PAIRS[:3]),
@@ -131,8 +132,10 @@ def test_a_folder_as_it_was_downloaded_from_the_hub(tmp_path, inner):
     found = dict(sft=ROWS[:2], unlabeled=ROWS[2:3], eval=ROWS[3:], outputs=ROWS[3:])
     for name, rows in found.items():
         assert load_records(spec, name, 'output') == rows
-    with pytest.raises(FileNotFoundError, match='there is no val.json'): load_records(spec, 'val')
-    if 'main' not in inner: return
+    with pytest.raises(FileNotFoundError, match='there is no val.json'):
+        load_records(spec, 'val')
+    if 'main' not in inner:
+        return
     write(tmp_path/'other/test.json', ROWS[:1])
     with pytest.raises(FileNotFoundError, match='main.*test-.*other/test.json.*one of these'):
         load_records(spec, 'eval')
@@ -150,12 +153,14 @@ def test_alpacafarms_repository_in_a_folder(tmp_path):
     assert load_records(str(tmp_path), 'sft', 'output') == ROWS[1:]
 
 
-USER, BOT = dict(role='user', content='Hi.'), dict(role='assistant', content='Yes?')
+USER = dict(role='user', content='Hi.')
+BOT = dict(role='assistant', content='Yes?')
 TALK = [USER, BOT, dict(role='user', content='Bye.')]
 TEXT = 'Human: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
 KIND = 'System: Be kind.\n\nHuman: Hi.\n\nAssistant:'
 SYSTEM = dict(role='system', content='Be kind.')
-END, OTHER = dict(role='assistant', content='So long.'), dict(role='assistant', content='What?')
+END = dict(role='assistant', content='So long.')
+OTHER = dict(role='assistant', content='What?')
 SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', 'value': 'Hi.'},
                             {'from': 'gpt', 'value': 'Yes?'}])
 
@@ -176,7 +181,8 @@ def test_shapes_of_demonstrations(tmp_path, row, instruction, output):
     found, = load_records(write(tmp_path/'a.json', [row]), kind='output')
     assert (*prompt_key(found), found['output']) == (instruction, '', output)
     assert ('messages' in found) == any(isinstance(v, list) for v in row.values())
-    assert found.get('label') is row.get('label') and found.get('text') == row.get('text')
+    assert found.get('label') is row.get('label')
+    assert found.get('text') == row.get('text')
 
 
 def dialogue(*turns): return dict(chosen=[*turns, BOT], rejected=[*turns, OTHER])
@@ -222,12 +228,14 @@ ASKED = dict(  # the same prompt in every format, without its system turn
 @pytest.mark.parametrize('column', ['system', 'system_prompt'])
 @pytest.mark.parametrize('format', ASKED)
 def test_a_system_column_is_the_first_turn_in_every_format(tmp_path, format, column):
-    row, kinds = ASKED[format], ('preference', 'pair', 'candidates', 'output')
+    row = ASKED[format]
+    kinds = ('preference', 'pair', 'candidates', 'output')
     columns = 'instruction=question' if format == 'orca' else ''
     def read(**more):
         path = write(tmp_path/'a.json', [row | more])
-        if 'output_1' in row: assert load_sets([path])['a'][0].get('messages') == (
-            [SYSTEM, USER] if more.get(column) == 'Be kind.' else None)
+        if 'output_1' in row:
+            assert load_sets([path])['a'][0].get('messages') == (
+                [SYSTEM, USER] if more.get(column) == 'Be kind.' else None)
         return load_records(path, kind=kinds, columns=columns)[0]
     plain = read()
     asked = [m for m in plain.get('messages') or [dict(role='user', content=prompt_key(plain)[0])]]
@@ -252,8 +260,10 @@ def test_a_part_of_the_prompt_in_another_column_is_read(
         tmp_path, format, suffix, part, instruction, context):
     "Earlier turns and passages, in every format, also where people's votes are read."
     row = {k: 'Bye.' if v == 'Hi.' else v for k, v in ASKED[format].items()} | part
-    if suffix == 'csv': row = {k: json.dumps(v) if type(v) is list else v for k, v in row.items()}
-    if suffix == 'csv' and format == 'rrhf': return
+    if suffix == 'csv':
+        row = {k: json.dumps(v) if type(v) is list else v for k, v in row.items()}
+    if suffix == 'csv' and format == 'rrhf':
+        return
     path = tmp_path/f'a.{suffix}'
     path.write_bytes(FORMATS[suffix]([row]))
     kinds = 'preference', 'pair', 'candidates', 'output'
@@ -268,7 +278,9 @@ def test_a_vote_on_a_turn_is_of_the_rounds_until_then(tmp_path):
     rows = [vote(w) | both | dict(turn=k, judge='Ann') for k, w in ((1, 'model_a'), (2, 'model_b'))]
     path = write(tmp_path/'a.json', rows)
     one, two = load_records(path, kind='preference')
-    assert (one['output_1'], one['preference'], two['preference']) == ('Red.', 1, 2)
+    assert one['output_1'] == 'Red.'
+    assert one['preference'] == 1
+    assert two['preference'] == 2
     assert two['output_1'] == 'Red.\n\nHuman: Another?\n\nAssistant: Elm.'
     assert [p['votes'] for p in load_sets([path])['a']] == [dict(Ann=1), dict(Ann=2)]
 
@@ -283,14 +295,18 @@ def test_names_of_classes_say_which_answer_is_meant(tmp_path, form, names):
     rows = [dict(PAIRS[i], preference=k) for i, k in enumerate((0, 1, 2, 1))]
     held = Dataset.from_list(rows).cast_column('preference', ClassLabel(names=names))
     path = tmp_path/f'a.{form}'
-    if form == 'saved': held.save_to_disk(path)
-    if form == 'parquet': held.to_parquet(path)
-    if form == 'jsonl': path.write_bytes(as_lines([dict(r, preference=names[r['preference']])
-                                                   for r in rows]))
+    if form == 'saved':
+        held.save_to_disk(path)
+    if form == 'parquet':
+        held.to_parquet(path)
+    if form == 'jsonl':
+        path.write_bytes(as_lines([dict(r, preference=names[r['preference']])
+                                   for r in rows]))
     first, second, tie = (1., 2., 1.5) if names[2] != 'B>A' else (1.5, 1., 2.)
     wanted = [first, second, tie, second]
     assert [r['preference'] for r in load_records(str(path), '', 'preference')] == wanted
-    if form == 'saved': return
+    if form == 'saved':
+        return
     assert [p['votes']['people'] for p in load_sets([str(path)])['a']] == wanted
 
 
@@ -307,7 +323,8 @@ def test_the_numbers_0_1_2_need_a_code(tmp_path, capsys, suffix, code, wanted):
     for labels in (rows, rows[::2], rows[:1], rows[:2]):
         put(labels)
         for read in readers:
-            with pytest.raises(ValueError, match='labels are 0.*first_second_tie'): read()
+            with pytest.raises(ValueError, match='labels are 0.*first_second_tie'):
+                read()
     put(rows)
     found = load_records(path, kind='preference', columns=f'{code} = preference')
     assert [r['preference'] for r in found] == wanted
@@ -365,14 +382,17 @@ def test_published_sets_become_preferences(tmp_path, capsys, kind, suffix):
     assert all({r['output_1'], r['output_2']} == {'Red.', 'Blue.'} for r in found)
     assert {prompt_key(r) for r in found} == {('Name a colour.', '')}
     assert said in capsys.readouterr().out
-    if 'model_a' in rows[0]: assert found[0]['generator_1'] == 'one'
-    if 'HelpSteer' in kind: assert [r['strength'] for r in found][:2] == [3, 2 - (kind[-1] == '3')]
+    if 'model_a' in rows[0]:
+        assert found[0]['generator_1'] == 'one'
+    if 'HelpSteer' in kind:
+        assert [r['strength'] for r in found][:2] == [3, 2 - (kind[-1] == '3')]
     again = load_records(write(tmp_path/'again.json', found), kind='preference')
     assert again == found
     named = [dict(r, annotator=f'person {i}') for i, r in enumerate(rows)]
     (tmp_path/f'a.{suffix}').write_bytes(FORMATS[suffix](named))
     votes = [v for p in load_sets([str(tmp_path/f'a.{suffix}')])['a'] for v in p['votes'].values()]
-    assert len(votes) == len(preferences) and set(votes) <= {1, 1.5, 2}
+    assert len(votes) == len(preferences)
+    assert set(votes) <= {1, 1.5, 2}
 
 
 def test_what_published_sets_leave_open(tmp_path):
@@ -382,11 +402,13 @@ def test_what_published_sets_leave_open(tmp_path):
     for first, turns in (('Green.', 3), ('Red.', 1)):
         r, = read(vote('model_b') | {f'conversation_{s}': [ASK, say(a), MORE, say(s)] for s, a in
                                      (('a', 'Green.'), ('b', first))})
-        assert len(r['messages']) == turns and r['output_2'].endswith('b')
+        assert len(r['messages']) == turns
+        assert r['output_2'].endswith('b')
     r, = read(safe(0, 1), columns='better_response_id=safer_response_id')
     assert r['preference'] == 2
     r, = _read_candidates(write(tmp_path/'b.json', [rated(RED, WRONG)]))
-    assert (r['scores'], r['source']) == ([8., 1.], ['red.', 'blue.'])
+    assert r['scores'] == [8., 1.]
+    assert r['source'] == ['red.', 'blue.']
     own = [dict(q='Hi.', a='Yes?', b=f'{v}', score=v) for v in (-1, 0, 1)]
     ours = 'instruction=q,output_1=a,output_2=b,'
     found = read(*own, columns=f'{ours}preference_strength=score')
@@ -404,7 +426,8 @@ def test_what_published_sets_leave_open(tmp_path):
     with pytest.raises(ValueError, match='c.json: the labels are -1, 1, 2, in an unknown code'):
         load_sets([str(tmp_path/'c.json')])
     for row in (strength(4), vote('model_c'), dict(vote('tie'), conversation_a='Red.')):
-        with pytest.raises(ValueError, match='a.json, row 0'): read(row)
+        with pytest.raises(ValueError, match='a.json, row 0'):
+            read(row)
 
 
 def test_what_is_used_and_left_out_is_told(tmp_path, capsys):
@@ -425,7 +448,8 @@ def test_what_is_used_and_left_out_is_told(tmp_path, capsys):
     equal = [dict(PAIRS[0], output_2='a')]*3
     for rows, why in (([], 'no records$'), (equal, 'no records: 3 pairs have two equal answers'),
                       ([dict(PAIRS[0], preference=None)], 'no records: 1 pairs have no label')):
-        with pytest.raises(ValueError, match=why): said(rows, 'preference')
+        with pytest.raises(ValueError, match=why):
+            said(rows, 'preference')
 
 
 HALF = [published.texts('model_a', True), published.texts('model_b', True)]
@@ -466,7 +490,8 @@ def turned(*said): return [dict(role=('user', 'assistant')[i % 2], content=t)
 
 P = dict(instruction='Why?', output_1='a', output_2='b', preference=1)
 Q = dict(prompt='Why?', chosen='yes', rejected='no')
-ASKS, DONE = dict(instruction='Why?', output='So.'), turned('Hi.', 'Yes?', 'Why?')
+ASKS = dict(instruction='Why?', output='So.')
+DONE = turned('Hi.', 'Yes?', 'Why?')
 WEIGHTED = [*DONE, dict(role='assistant', content='So.', weight=0)]
 VOTED = dict(conversation_a=turned('Why?', 'a'), conversation_b=turned('Why?', 'b'))
 ZERO = [dict(P, price_per_example=1, output_2=f'{i}', preference=i % 2) for i in range(4)]
@@ -533,11 +558,14 @@ TOOLS = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
     (dict(messages=TOOLS), 'instruction', '', r'^\[\]$')])
 def test_odd_data_is_read_as_it_is_meant_or_told(tmp_path, rows, kind, columns, wanted):
     path = write(tmp_path/'a.json', rows if isinstance(rows, list) else [rows])
-    found, said = [], ''
+    found = []
+    said = ''
     try:
         found = load_records(path, kind=kind, columns=columns)
-        if isinstance(wanted, str): said = str(find_odd(read_parts(path, '', columns), [{}], {}))
-    except ValueError as e: said = str(e)
+        if isinstance(wanted, str):
+            said = str(find_odd(read_parts(path, '', columns), [{}], {}))
+    except ValueError as e:
+        said = str(e)
     if isinstance(wanted, str):
         assert re.search(wanted, said)
         return
@@ -560,9 +588,11 @@ def test_odd_data_is_read_as_it_is_meant_or_told(tmp_path, rows, kind, columns, 
 def test_a_file_is_read_as_what_it_is_or_named(tmp_path, name, content, wanted):
     (tmp_path/name).write_bytes(content)
     def read(): return load_records(str(tmp_path/name), kind='output')
-    if isinstance(wanted, list): assert read() == wanted
+    if isinstance(wanted, list):
+        assert read() == wanted
     else:
-        with pytest.raises(ValueError, match=rf'{name}.*{wanted}'): read()
+        with pytest.raises(ValueError, match=rf'{name}.*{wanted}'):
+            read()
 
 
 def test_a_file_that_unpacks_to_more_than_the_memory_holds_is_refused(tmp_path, monkeypatch):
@@ -585,14 +615,16 @@ def test_a_row_that_is_no_object_is_refused_by_every_reader(tmp_path, read):
     for suffix in ('json', 'jsonl'):
         path = tmp_path/f'a.{suffix}'
         path.write_bytes(FORMATS[suffix]([PAIRS[0], 7, PAIRS[2]]))
-        with pytest.raises(ValueError, match=rf'a.{suffix}, row 1: '): read(str(path))
+        with pytest.raises(ValueError, match=rf'a.{suffix}, row 1: '):
+            read(str(path))
 
 
 def test_methods_read_columns_of_other_names(tmp_path):
     "Their own in `columns`, and KTO's in a CSV file; one run reads several files."
     ours = write(tmp_path/'ours.json', ROWS[:1])
     assert load_records(ours, columns='instruction=q, output=a') == ROWS[:1]
-    with pytest.raises(ValueError, match='columns = '): load_records(ours, columns='question')
+    with pytest.raises(ValueError, match='columns = '):
+        load_records(ours, columns='question')
     from alpaca_farm import binary_feedback, dpo
     rows = [dict(q=f'Hi {i}.', a='Yes?', b='What?', preference=2) for i in range(4)]
     cfg = dpo.DPOConfig(preferences=write(tmp_path/'pairs.json', rows),
@@ -602,18 +634,22 @@ def test_methods_read_columns_of_other_names(tmp_path):
     rows = [dict(prompt=f'Hi {i}.', completion='Yes?', label=i % 2 == 0) for i in range(10)]
     path.write_bytes(as_csv(rows))
     found, fields, labels = dpo.read_labels(dpo.DPOConfig(preferences=str(path), loss_type='kto'))
-    assert found[1]['instruction'] == 'Hi 1.' and fields == ('output',)
+    assert found[1]['instruction'] == 'Hi 1.'
+    assert fields == ('output',)
     assert labels[:3] == [[1.], [0.], [1.]]
     cfg = binary_feedback.BinaryFeedbackConfig(preferences=str(path))
     learn, aside, n = binary_feedback._load_feedback(cfg)
-    assert sorted(r['good'] for r in learn + aside) == [0.]*5 + [1.]*5 and [n, len(aside)] == [8, 2]
+    assert sorted(r['good'] for r in learn + aside) == [0.]*5 + [1.]*5
+    assert n == 8
+    assert len(aside) == 2
 
 
 def test_prompts_that_two_splits_share_are_counted(tmp_path, capsys):
     "Of the data, and of labels that another file holds."
     from alpaca_farm import dpo, rrhf, sft
     def said(cls, **files):
-        for name, rows in files.items(): write(tmp_path/f'{name}.json', rows)
+        for name, rows in files.items():
+            write(tmp_path/f'{name}.json', rows)
         preflight(cls(data=str(tmp_path), **given), ())
         return capsys.readouterr().out
     given = {}
@@ -631,7 +667,9 @@ def test_prompts_that_two_splits_share_are_counted(tmp_path, capsys):
     assert '1 of 3 prompts of eval are also in' in said(rrhf.RRHFConfig)
 
 
-CUT, WHOLE, LONG_ANSWER = 'A cup and a hat and a', 'No.', 'A cup.'
+CUT = 'A cup and a hat and a'
+WHOLE = 'No.'
+LONG_ANSWER = 'A cup.'
 
 
 def first_is_longer(pairs): return [1. + (len(p['output_1']) < len(p['output_2'])) for p in pairs]
@@ -669,7 +707,8 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
         base, models, labelled, tmp_path, suffix):
     "By every method, from labels in every kind of file; and the labels become candidates."
     from alpaca_farm import binary_feedback, dpo, reward_model, rrhf
-    path, tokenizer = tmp_path/f'labels.{suffix}', models.tokenizer
+    path = tmp_path/f'labels.{suffix}'
+    tokenizer = models.tokenizer
     path.write_bytes(FORMATS[suffix](labelled))
     more = dict(preferences=str(path), max_length=100)
     for loss in dpo.DPOConfig.__annotations__['loss_type'].__args__:
@@ -714,8 +753,11 @@ symbols = st.text('[]{}",:\\ud83abc01\n\t ', max_size=60)
 
 def read_or_refuse(path, read=read_rows, **more):
     "What a file holds, None when it is refused by name; any other error is a failure."
-    try: return read(str(path), **more)
-    except ValueError as e: assert path.name in str(e) and '\n' not in str(e)
+    try:
+        return read(str(path), **more)
+    except ValueError as e:
+        assert path.name in str(e)
+        assert '\n' not in str(e)
 
 
 @pytest.mark.slow
@@ -726,7 +768,8 @@ def read_or_refuse(path, read=read_rows, **more):
 @example('json', False, b'[' * 100_000)
 @example('csv', False, b'a,b\n"')
 def test_any_bytes_are_rows_or_refused_by_name(folder, suffix, packed, content):
-    if packed and suffix.endswith('gz'): content = gzip.compress(content)
+    if packed and suffix.endswith('gz'):
+        content = gzip.compress(content)
     (folder/f'any.{suffix}').write_bytes(content)
     rows = read_or_refuse(folder/f'any.{suffix}')
     assert rows is None or isinstance(rows, list)
@@ -741,7 +784,9 @@ def test_a_damaged_file_is_rows_or_refused_by_name(folder, suffix, where, cut, p
     at = int(where*len(content))
     (folder/f'damaged.{suffix}').write_bytes(content[:at] + put + content[at + cut:])
     rows = read_or_refuse(folder/f'damaged.{suffix}', load_records, kind='preference')
-    for r in rows or (): assert isinstance(r['output_1'], str) and 1 <= r['preference'] <= 2
+    for r in rows or ():
+        assert isinstance(r['output_1'], str)
+        assert 1 <= r['preference'] <= 2
 
 
 OURS = {'instruction', 'input', 'output', 'output_1', 'output_2', 'preference', 'x'}
@@ -762,7 +807,8 @@ values = st.recursive(st.none() | st.booleans() | st.integers(-2, 3) | st.floats
 def test_any_records_are_valid_or_refused_by_name(folder, rows, kind):
     (folder/'rows.json').write_text(json.dumps(rows))
     found = read_or_refuse(folder/'rows.json', load_records, kind=kind)
-    if found is not None: assert check_records(found, kind, 'again') == found
+    if found is not None:
+        assert check_records(found, kind, 'again') == found
     assert len(found or ()) <= len(rows)
 
 
@@ -784,7 +830,8 @@ def test_pairs_say_which_answer_was_cut_off(tmp_path, pairs):
     from alpaca_farm.annotators import AnnotatorsConfig
     from alpaca_farm.judging.judges import load_pairs
     ask = dict(instruction='Name a thing.', input='')
-    many, more = dict(ask, output=[CUT, WHOLE], ended=[False, True]), {}
+    many = dict(ask, output=[CUT, WHOLE], ended=[False, True])
+    more = {}
     if pairs == 'scored':
         path = write(tmp_path/'a.json', [dict(many, scores=[2., 1.])])
         found = load_records(path, kind='preference')
@@ -794,5 +841,6 @@ def test_pairs_say_which_answer_was_cut_off(tmp_path, pairs):
             more = dict(against=write(tmp_path/'b.json', [dict(ask, output=CUT, ended=False)]))
             many = dict(ask, output=WHOLE, ended=True)
         found = load_pairs(AnnotatorsConfig(outputs=write(tmp_path/'a.json', [many]), **more))
-    for k in (1, 2): assert found[0][f'ended_{k}'] == (found[0][f'output_{k}'] == WHOLE)
+    for k in (1, 2):
+        assert found[0][f'ended_{k}'] == (found[0][f'output_{k}'] == WHOLE)
     assert 'ended' not in found[0]

@@ -34,7 +34,8 @@ def dialogue(*texts): return [turn(('user', 'assistant')[i % 2], t) for i, t in 
 
 
 def named_answers(record):
-    if 'output' in record: return dict(chosen=record['output'])
+    if 'output' in record:
+        return dict(chosen=record['output'])
     best = int(record['preference'])
     return dict(chosen=record[f'output_{best}'], rejected=record[f'output_{3 - best}'])
 
@@ -48,19 +49,23 @@ def as_hh(record):
 def as_chat(record):
     "A record as TRL's messages."
     turns = {name: [turn('assistant', text)] for name, text in named_answers(record).items()}
-    if 'rejected' in turns: return turns | dict(prompt=as_messages(record))
+    if 'rejected' in turns:
+        return turns | dict(prompt=as_messages(record))
     return dict(messages=as_messages(record) + turns['chosen'])
 
 
 @pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
 def test_every_pair_of_hh_rlhf_round_trips():
     "To the byte, as hh-rlhf's texts and as TRL's messages."
-    with gzip.open(HH, 'rt') as f: rows = [json.loads(l) for l in f]
+    with gzip.open(HH, 'rt') as f:
+        rows = [json.loads(l) for l in f]
     found = load_records(str(HH), kind='preference')
-    assert len(found) == len(rows) == 2312 and [as_hh(r) for r in found] == rows
+    assert len(found) == len(rows) == 2312
+    assert [as_hh(r) for r in found] == rows
     again = as_records([as_chat(r) for r in found], 'a', ['preference'])
     for a, b in zip(again, found):
-        assert a['messages'] == b['messages'] and named_answers(a) == named_answers(b)
+        assert a['messages'] == b['messages']
+        assert named_answers(a) == named_answers(b)
     assert all(dialogue_text(parse_dialogue(t)) == t for r in rows for t in r.values())
 
 
@@ -111,7 +116,8 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
 def test_what_is_no_dialogue(tmp_path, row, kind, message):
     "One sentence naming file and row."
     good = dict(messages=HELLO, output='So long.')
-    if 'chosen' in row: good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row}
+    if 'chosen' in row:
+        good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row}
     with pytest.raises(ValueError, match=rf'a\.jsonl, row 1: .*{message}'):
         load_records(write(tmp_path/'a.jsonl', [good, row]), kind=kind)
 
@@ -153,14 +159,18 @@ def test_every_turn_of_the_assistant_is_learned_or_the_last(tmp_path, template):
     at = 1   # behind <s>; a token for each character
     for role, said in words:
         tag = dict(user='Human').get(role, role.title())
-        if template == 'raw': at += len(f'\n\n{tag}:')
+        if template == 'raw':
+            at += len(f'\n\n{tag}:')
         n = len(said) + (2 if template == 'raw' else 1)   # with a space before, and the end behind
-        if role == 'assistant': found.append(tuple(range(at, at + n)))
+        if role == 'assistant':
+            found.append(tuple(range(at, at + n)))
         at += n - (template == 'raw')   # where only the last answer has an end
     every = [(ids, rows) for ids, rows in learned() if ids[:9] == whole[:9]]
     assert sorted(rows for _, rows in every) == found
-    for ids, rows in every: assert ids[:-1] == whole[:len(ids) - 1]
-    assert [rows for _, rows in last[:2]] == [found[2], found[1]] and len(learned()) == 4
+    for ids, rows in every:
+        assert ids[:-1] == whole[:len(ids) - 1]
+    assert [rows for _, rows in last[:2]] == [found[2], found[1]]
+    assert len(learned()) == 4
     assert learned()[-1] == last[-1]
 
 
@@ -177,10 +187,12 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     def run(module, name, **given):
         notebook, given = module.__name__.split('.')[-1], dict(out=str(tmp_path/name), **given)
         known = {f.name for f in dataclasses.fields(tiny.config_class(module))}
-        if notebook in tiny.SETTINGS: given = tiny.settings(notebook, base) | more | given
+        if notebook in tiny.SETTINGS:
+            given = tiny.settings(notebook, base) | more | given
         cfg = tiny.config(module, **{k: v for k, v in given.items() if k in known})
         tiny.main(module)(cfg)
-        if module not in (annotators, evaluation): tiny.show_results(notebook, cfg)
+        if module not in (annotators, evaluation):
+            tiny.show_results(notebook, cfg)
         return str(tmp_path/name)
     policy = run(sft, 'sft')
     samples = run(best_of_n, 'samples', policy=policy, reward_model='', split='unlabeled')
@@ -188,14 +200,18 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     asked = {prompt_key(r) for r in load_records(str(talks), 'unlabeled')}
     for name, file in ((samples, 'candidates'), (labels, 'preferences')):
         found = read_json(Path(name)/f'{file}.json')
-        assert found and {len(r['messages']) for r in found} == {3}
-        for r in found: assert 'instruction' not in r and prompt_key(r) in asked
+        assert found
+        assert {len(r['messages']) for r in found} == {3}
+        for r in found:
+            assert 'instruction' not in r
+            assert prompt_key(r) in asked
     pairs = str(talks/'preference.jsonl.gz')
     rewards = run(reward_model, 'reward_model', preferences=pairs, policy=policy, held_out=6)
     assert 0 <= read_summary(rewards)['accuracy_low'] < read_summary(rewards)['accuracy_high'] <= 1
     learned = {prompt_key(r) for r in load_records(pairs, 'preferences')}
     assert agreement._learned_prompts(rewards) == learned
-    assert learned and not agreement._learned_prompts(policy)
+    assert learned
+    assert not agreement._learned_prompts(policy)
     with_rewards = dict(policy=policy, reward_model=rewards)
     made = [run(dpo, 'dpo', preferences=labels, policy=policy),
             run(best_of_n, 'best_of_n', **with_rewards),
@@ -243,13 +259,16 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
         once, summary = compared('once')
         assert summary['labels'] == 26
         assert 85 < summary['win_rate_low'] < summary['win_rate'] == summary['win_rate_high'] == 100
-        assert 0 < summary['first'] < 1 and len(asked()) == 26
+        assert 0 < summary['first'] < 1
+        assert len(asked()) == 26
         labels = {(r['output_1'], r['output_2'], r['preference']) for r in once}
         assert labels == {(f'no {i}', f'a longer answer {i}', 2.) for i in range(26)}
         both, summary = compared('both', both_orders=True, label_flip=.25)
-        assert summary['consistent'] == 1 > summary['consistent_low'] and all(r['orders'] == [2., 2.] for r in both)
+        assert summary['consistent'] == 1 > summary['consistent_low']
+        assert all(r['orders'] == [2., 2.] for r in both)
         # the files are compared by the judge's own labels
-        assert summary['flip_rate'] > 0 and summary['win_rate'] == 100
+        assert summary['flip_rate'] > 0
+        assert summary['win_rate'] == 100
     requests = asked()
     assert len(requests) == 52
     assert all('Human: And?' not in r and '<A>\\nAssistant' not in r for r in requests)
@@ -270,11 +289,13 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
     sample = Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))
     monkeypatch.setattr('alpaca_farm.train.answers.generate', lambda *_, **more: [[sample]]*2)
-    records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
+    records = [dict(messages=HELLO), dict(instruction='Hi.')]
+    cfg = ppo.PPOConfig()
     prompts = encode_prompts(records, tokenizer)
     policy = replace(models.policy, tokenizer=tokenizer)
     batch, (first, second) = online.sample_rollout(policy, records, prompts, cfg, 0)
-    assert (first['ended'], first['output']) == (ended, output)
+    assert first['ended'] == ended
+    assert first['output'] == output
     assert batch['response'][0].sum() == len(ids(kept or said))
     assert second['ended'] == said.endswith('</s>')
     assert batch['response'][1].sum() == len(ids(said))
@@ -287,7 +308,9 @@ def test_a_question_of_a_task_is_a_judge():
     own = tiny.ROOT/'nbs/recipes/tasks/outlining.yaml'
     judge, = load_evaluators(f'{own}/outline')
     assert judge.name == 'outline'
-    assert 'Which outline is better' in judge.template and '{question}' not in judge.template
+    assert 'Which outline is better' in judge.template
+    assert '{question}' not in judge.template
     with pytest.raises(ValueError, match='this is no annotator'):
         check_annotators('annotators', f'{own}/nothing')
-    with pytest.raises(ValueError, match='has no question'): load_evaluators('question')
+    with pytest.raises(ValueError, match='has no question'):
+        load_evaluators('question')

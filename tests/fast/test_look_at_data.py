@@ -76,7 +76,8 @@ def test_nothing_is_found_in_clean_data(tmp_path):
 def test_each_fault_is_found_and_counted(tmp_path, text):
     found = odd(tmp_path, CLEAN + PLANTED[text])
     said, = [f for f in found if text in f[1]]
-    assert said[0] == 'preferences' and all(r in (3, 20) for r in said[2])
+    assert said[0] == 'preferences'
+    assert all(r in (3, 20) for r in said[2])
 
 
 def test_prompts_that_are_learned_and_measured_on_are_counted(tmp_path):
@@ -84,15 +85,18 @@ def test_prompts_that_are_learned_and_measured_on_are_counted(tmp_path):
     asked = [dict(instruction=' '.join(row(i)['instruction'].split(' ')) + '\n') for i in (3, 50)]
     found = odd(tmp_path, CLEAN, val=asked, eval=[dict(instruction='Name a fruit.'), asked[1]])
     assert ('val', '1 of 2 prompts are also in preferences', [0]) in found
-    assert ('eval', '1 of 2 prompts are also in val', [1]) in found and len(found) == 2
+    assert ('eval', '1 of 2 prompts are also in val', [1]) in found
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize('field', ANNOTATOR_FIELDS)
 def test_votes_are_those_of_different_people(field):
     rows = [row(1), row(1, time=3.), row(1, annotator='bob', preference=1.)]
-    for r in rows: r[field] = r.pop('annotator')
+    for r in rows:
+        r[field] = r.pop('annotator')
     twice = collect_votes(rows)
-    assert [p['votes'] for p in twice[0]] == [dict(ann=2., bob=1.)] and twice[1] == [1]
+    assert [p['votes'] for p in twice[0]] == [dict(ann=2., bob=1.)]
+    assert twice[1] == [1]
 
 
 @pytest.mark.parametrize('wrong', [2, -1, 'thumbs_up', None])
@@ -102,7 +106,8 @@ def test_labels_of_answers_that_are_none_are_found(tmp_path, wrong):
     found = [f[1] for f in odd(tmp_path, rows)]
     assert any("row 2: the field 'label' is" in text for text in found)
     said = as_read(rows, 'output')
-    assert '0 = the answer is bad (1); 1 = the answer is good (1)' in said and str(wrong) not in said
+    assert '0 = the answer is bad (1); 1 = the answer is good (1)' in said
+    assert str(wrong) not in said
 
 
 KINDS = dict(
@@ -130,7 +135,8 @@ def test_the_command_is_one_that_begins(base, tmp_path, kind):
     given = tiny.given(words)
     tiny.check_settings(method, given)
     own = tiny.config(method, **given)
-    assert file in vars(own).values() and getattr(own, 'max_length', 100) == 100
+    assert file in vars(own).values()
+    assert getattr(own, 'max_length', 100) == 100
 
 
 def test_a_run_says_what_is_odd_and_leaves_it(base, tmp_path, capsys):
@@ -140,14 +146,16 @@ def test_a_run_says_what_is_odd_and_leaves_it(base, tmp_path, capsys):
     said = capsys.readouterr().out
     found = read_json(out/'findings.json')
     assert all(f'{f["split"]}: {f["finding"]}' in said for f in found)
-    assert read_summary(out)['command'] in said and (out/'lengths.png').exists()
+    assert read_summary(out)['command'] in said
+    assert (out/'lengths.png').exists()
     assert 'the first of 60 records, as the model reads it' in said
     cfg = tiny.config('look_at_data', **tiny.settings('look_at_data', base, out=str(out)))
     assert len(tiny.show_results('look_at_data', cfg)) > 2
     with pytest.raises(FileNotFoundError, match='there is no .*it holds calibration.json') as e:
         read_parts(str(base/'reward_model'))
     assert '\n' not in str(e.value)
-    with pytest.raises(ValueError, match='^policy = .*name one'): LookAtDataConfig(policy='')
+    with pytest.raises(ValueError, match='^policy = .*name one'):
+        LookAtDataConfig(policy='')
 
 
 def as_read(rows, kind='preference'):
@@ -171,7 +179,8 @@ def test_columns_and_labels_are_told():
     names = 'preference=better'
     said = describe_columns(ours, as_records(ours, 'a.json', ['preference'], names),
                             dict(better='preference'))
-    assert 'output_2, better\n' in said and 'not used' not in said
+    assert 'output_2, better\n' in said
+    assert 'not used' not in said
     talk = [[dict(role='user', content='a'), dict(role='assistant', content=text)] for text in 'bc']
     arena = [dict(conversation_a=talk[0], conversation_b=talk[1], winner='model_a', turn=1)]
     assert 'not used' not in as_read(arena)
@@ -185,7 +194,8 @@ def test_columns_and_labels_are_told():
     (1.5, 'b', 'answer 1'), (None, 'b', 'answer 1')])
 def test_the_better_answer_is_shown_first(p, better, name):
     shown = learned_texts(dict(output_1='b', output_2='c', preference=p, ended_2=False))
-    assert shown[0] == (name, better, better == 'b') and len(shown) == 2
+    assert shown[0] == (name, better, better == 'b')
+    assert len(shown) == 2
 
 
 RUNS = {'world': {'': ['eval', 'preference', 'sft', 'unlabeled', 'val'], 'labelled': ['labelled']},
@@ -202,7 +212,8 @@ def test_datasets_reads_what_a_run_leaves(base, tmp_path, name):
         assert sorted(read) == splits
         for split in splits:
             rows = read_json(base/name/f'{split}.json')
-            assert len(read[split]) == len(rows) and {*read[split][0]} >= {*rows[0]}
+            assert len(read[split]) == len(rows)
+            assert {*read[split][0]} >= {*rows[0]}
             assert read[split][-1]['instruction'] == rows[-1]['instruction']
 
 
@@ -214,7 +225,8 @@ def test_files_of_other_columns_or_types_are_no_splits_of_each_other(tmp_path):
                 candidates=[dict(instruction='a', output=['b'])], config=dict(a=1), leads=[[1.]],
                 more=[dict(text='a')], others=[dict(text='b')])
     folder = tmp_path/'run'
-    for name, rows in told.items(): tiny.write(folder/f'{name}.json', rows)
+    for name, rows in told.items():
+        tiny.write(folder/f'{name}.json', rows)
     _write_card(folder)
     card = (folder/'README.md').read_bytes()
     _write_card(folder)
@@ -223,7 +235,8 @@ def test_files_of_other_columns_or_types_are_no_splits_of_each_other(tmp_path):
             for name in ('default', 'eval', 'candidates', 'sft')}
     assert {name: sorted(splits) for name, splits in read.items()} == dict(
         default=['more', 'others'], eval=['eval'], candidates=['candidates'], sft=['sft', 'val'])
-    for file in folder.glob('*.json'): file.unlink()
+    for file in folder.glob('*.json'):
+        file.unlink()
     _write_card(folder)
     assert not (folder/'README.md').exists()
     tiny.write(folder/'sft.json', told['sft'])
@@ -236,5 +249,7 @@ def test_a_sampled_answer_is_not_said_to_be_learned(base, tmp_path, capsys):
     "Though the instructions stand beside demonstrations; the tokens of the template are seen."
     tiny.run('best_of_n', base, tmp_path/'run', max_instances=4)
     said = capsys.readouterr().out
-    assert 'the first of 4 records' in said and "<sep>'\n  its answer is sampled, until '</s>'" in said
-    assert 'learned' not in said and said.count('the first of') == 1
+    assert 'the first of 4 records' in said
+    assert "<sep>'\n  its answer is sampled, until '</s>'" in said
+    assert 'learned' not in said
+    assert said.count('the first of') == 1

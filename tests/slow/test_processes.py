@@ -45,7 +45,8 @@ def answers(run):
 
 def assert_same_run(two, one):
     "The logs, weights and answers of two runs are equal within the error of float32."
-    a, b = read_log(two), read_log(one)
+    a = read_log(two)
+    b = read_log(one)
     assert len(a) == len(b) > 0
     for x, y in zip(a, b):
         assert x.keys() == y.keys()
@@ -56,7 +57,8 @@ def assert_same_run(two, one):
             assert close, (two, x['step'], k, x[k], y[k])
     a, b = (load_file(f'{run}/model/model.safetensors') for run in (two, one))
     assert a.keys() == b.keys()
-    for k in a: assert (a[k] - b[k]).abs().max() < 2e-4, k
+    for k in a:
+        assert (a[k] - b[k]).abs().max() < 2e-4, k
     assert answers(two) == answers(one)
 
 
@@ -64,7 +66,8 @@ def assert_same_run(two, one):
 def together(base, tmp_path_factory):
     "All methods, each by two processes that are started once, and each by one."
     folder = tmp_path_factory.mktemp('together')
-    runs, path = folder/'runs.json', f'{tiny.ROOT}{os.pathsep}{tiny.ROOT}/tests'
+    runs = folder/'runs.json'
+    path = f'{tiny.ROOT}{os.pathsep}{tiny.ROOT}/tests'
     runs.write_text(json.dumps({name: run_of(name, base, folder/name) for name in RUNS}))
     done = subprocess.run([*TORCHRUN, '-m', 'several'], capture_output=True, text=True,
                           cwd=tiny.ROOT, env=tiny.environment(RUNS=str(runs), PYTHONPATH=path))
@@ -87,7 +90,8 @@ def started(base, out):
     before = len(read_log(out))
     _, _, *module = tiny.command('sft', **settings('sft', base, out, **LONG))
     p = tiny.spawn([*TORCHRUN, '-m', *module])
-    while len(read_log(out)) < before + 3 and p.poll() is None: time.sleep(.05)
+    while len(read_log(out)) < before + 3 and p.poll() is None:
+        time.sleep(.05)
     children = psutil.Process(p.pid).children(recursive=True)
     return p, {int(c.environ()['RANK']): c for c in children if 'RANK' in c.environ()}
 
@@ -117,7 +121,8 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
     save = Trainer.save
     def stop(self):
         save(self)
-        if self.step == 7: raise Stop
+        if self.step == 7:
+            raise Stop
     with monkeypatch.context() as m, pytest.raises(Stop):
         m.setattr(Trainer, 'save', stop)
         sft.train(tiny.config(sft, **settings('sft', base, tmp_path/'sft', **LONG)))
@@ -130,7 +135,8 @@ def test_what_cannot_be_shared_is_refused():
     for cfg, n, message in ((sft.SFTConfig(device='cuda:1'), 2, 'auto'),
                             (sft.SFTConfig(batch_size=12), 13, 'batch_size = 12'),
                             (WorldConfig(), 2, 'a single process')):
-        with pytest.raises(ValueError, match=message): _check_ranks(cfg, n)
+        with pytest.raises(ValueError, match=message):
+            _check_ranks(cfg, n)
 
 
 JOINED = '''
