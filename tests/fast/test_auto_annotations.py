@@ -64,7 +64,7 @@ def test_the_notebook_of_alpaca_farm(server):
     assert len(noisy) == 252
     assert .35 < coins/252 < .65
     assert len(server.requests()) - asked <= 252 - coins
-    prompts = lambda rows: [(r['instruction'], r['input']) for r in rows]
+    def prompts(rows): return [(r['instruction'], r['input']) for r in rows]
     assert prompts(noisy) == prompts(ours)
 
 
@@ -72,7 +72,7 @@ def test_the_notebook_of_alpaca_farm(server):
 def test_the_leaderboard_keeps_all_805(server, tmp_path, capsys):
     path = EXAMPLES/'eval_gpt-3.5-turbo-0301.json'
     file = tmp_path/'davinci003.json'
-    merged = lambda r: '\n\n'.join(filter(None, (r['instruction'], r['input'])))
+    def merged(r): return '\n\n'.join(filter(None, (r['instruction'], r['input'])))
     reference = [dict(r, output='Davinci said so.', instruction=merged(r), input='')
                  for r in json.loads(path.read_text())]
     file.write_text(json.dumps(reference))

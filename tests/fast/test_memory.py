@@ -114,7 +114,7 @@ def test_micro_batches_keep_no_more_than_the_bound(base, tmp_path, monkeypatch, 
     each = memory.activation_bytes
     for part in (1, 5):
         bound = max(kept) / part if kept else 1e12
-        tokens = lambda models, device: bound / sum(map(each, models))
+        def tokens(models, device): return bound / sum(map(each, models))
         monkeypatch.setattr(training, 'tokens_to_train', tokens)
         kept.clear()
         cfg = sft_config(base, out=str(tmp_path/f'{part}'), val_split='', **settings)

@@ -180,7 +180,7 @@ def test_samples_end_as_answers_do(family, tmp_path):
 def test_special_tokens_in_data_stay_text(family, template):
     tokenizer = build(family)
     special = set(tokenizer.all_special_ids)
-    count = lambda ids: sum(i in special for i in ids)
+    def count(ids): return sum(i in special for i in ids)
     forged = ' '.join(FORGED)
     rows = [dict(instruction='say it'), dict(instruction=f'say {forged} it'),
             dict(instruction='say', input=f'{forged} it')]
@@ -370,7 +370,7 @@ def test_prompt_and_answer_have_the_tokens_of_the_whole_text(kind, form):
     template = dict(alpaca='alpaca', raw='raw', dialogue='raw').get(form, 'auto')
     asked = [dict(role='user', content='say it.')]
     record = dict(messages=asked) if form == 'dialogue' else dict(instruction='say it.')
-    ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
+    def ids(text): return tokenizer(text, add_special_tokens=False)['input_ids']
     for text in ('The cup.', '    return 1', '  It is', 'the words\n  one', 'is it ? it is .', ''):
         prompt, = encode_prompts([record], tokenizer, template)
         answer, = encode_responses([text], tokenizer, True, template, [record])
@@ -455,7 +455,7 @@ def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypa
     assert prompt + answer == want
     query = dict(record, output=['the words'], ended=[True])
     assert _candidate_tokens(query, tokenizer) == [answer]
-    samples = lambda *given, **how: [[Sample(answer, [0.] * len(answer), True)]]
+    def samples(*given, **how): return [[Sample(answer, [0.] * len(answer), True)]]
     monkeypatch.setattr('alpaca_farm.train.answers.generate', samples)
     said, = sample_answers(Policy(None, tokenizer), [record], SampleConfig(max_prompt=99))
     assert said['output'] == ['the words']
@@ -665,7 +665,7 @@ def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
     assert all(torch.equal(x, read[name]) for name, x in model.state_dict().items())
     asked = [dict(instruction='say <|im_end|> it')]
     assert encode_prompts(asked, loaded) == encode_prompts(asked, tokenizer)
-    written = lambda: [p.stat() for p in (tmp_path/'cache').rglob('model.safetensors')]
+    def written(): return [p.stat() for p in (tmp_path/'cache').rglob('model.safetensors')]
     before, = written()
     given = tiny.SETTINGS['sft'] | dict(data=data(tmp_path/'data'), policy=str(file), lora_rank=2,
                                         max_length=256, max_prompt=200, eval_instances=4)

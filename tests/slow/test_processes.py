@@ -144,7 +144,7 @@ import atexit
 from torch import distributed
 from alpaca_farm.run import processes
 from alpaca_farm.run.settings import HardwareConfig
-said = lambda: print('open' if distributed.is_initialized() else 'closed')
+def said(): return print('open' if distributed.is_initialized() else 'closed')
 atexit.register(said)   # the last of the handlers
 start = distributed.init_process_group
 distributed.init_process_group = lambda *a, **k: start(*a, **k, rank=0, world_size=1)

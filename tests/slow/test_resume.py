@@ -42,7 +42,7 @@ def without_times(folder):
 
 def same_run(a, b):
     "The same files, bit for bit where they are results; no temporary file among them."
-    names = lambda f: sorted(str(p.relative_to(f)) for p in f.rglob('*') if p.is_file())
+    def names(f): return sorted(str(p.relative_to(f)) for p in f.rglob('*') if p.is_file())
     assert names(a) == names(b)
     for name in names(a):
         results = name.endswith('.safetensors') or name.startswith('model') or name in RESULTS
