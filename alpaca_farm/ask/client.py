@@ -8,7 +8,7 @@ __all__ = ['parse_mapping', 'ApiConfig', 'Usage', 'ApiClient', 'ask']
 # %% ../../nbs/ask/client.ipynb #8c852c9a
 import asyncio, json, os, re, signal, threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -126,6 +126,12 @@ def _make_client(cfg: ApiConfig):
                          'or name a server that needs none with base_url or OPENAI_BASE_URL')
     return openai.AsyncOpenAI(base_url=url or None, api_key=key or 'none', timeout=cfg.timeout,
                               max_retries=cfg.tries - 1)
+
+# %% ../../nbs/ask/client.ipynb #951db404
+def _is_model(asked: str, told: str) -> bool:
+    "Tell whether the model that a server names, `told`, is `asked` or a dated form of it."
+    asked = re.escape(asked.rpartition('/')[2].removesuffix('-latest'))
+    return bool(re.fullmatch(rf'(.*/)?{asked}([-@]\d{{3}}[-\d]*|\.gguf)?', told, re.I))
 
 # %% ../../nbs/ask/client.ipynb #65bbe0e6
 @dataclass
@@ -279,8 +285,9 @@ def note_answer(self: ApiClient,
     tally.asked += 1
     self.own.add(key)
     self.lost_in_a_row = 0
-    told = answer.get('model', model)
-    if told != model: self.say(f'asked for {model}, {self.server or "OpenAI"} answers as {told}')
+    told = answer.get('model')
+    if isinstance(told, str) and not _is_model(model, told):
+        self.say(f'asked for {model}, {self.server or "OpenAI"} answers as {told}')
     self.receive(key, answer | dict(seconds=seconds))
 
 # %% ../../nbs/ask/client.ipynb #93eaeae0
@@ -339,14 +346,16 @@ async def answer_all(self: ApiClient):
 
 # %% ../../nbs/ask/client.ipynb #52e0e0df
 @contextmanager
-def _terminated_as_interrupted():
-    "Let SIGTERM raise KeyboardInterrupt, as Ctrl-C does, in the thread that gets signals."
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _signals_to(handle):
+    "Let `handle` answer the signals that end a process, if this is the thread that gets them."
+    usual = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                usual[number] = signal.signal(number, handle)
     try: yield
-    finally: signal.signal(signal.SIGTERM, usual or signal.SIG_DFL)
+    finally:
+        for number, handler in usual.items(): signal.signal(number, handler)
 
 
 @patch
@@ -361,23 +370,33 @@ def end_early(self: ApiClient, task: asyncio.Task):
 @patch
 def run_loop(self: ApiClient):
     "Run `answer_all` in a thread and a loop of its own, as a notebook has a running loop."
+    signals = []
     with closing(asyncio.new_event_loop()) as loop, ThreadPoolExecutor(1) as thread:
         task = loop.create_task(self.answer_all())
-        done = thread.submit(loop.run_until_complete, task)
-        with _terminated_as_interrupted():
-            try: done.result()
-            except KeyboardInterrupt:
-                loop.call_soon_threadsafe(self.end_early, task)
-                try: done.exception()   # waits for the end
-                except KeyboardInterrupt: loop.call_soon_threadsafe(task.cancel)
-                raise
+        def on_signal(number, frame):
+            if number == signal.SIGINT and number in signals:
+                loop.call_soon_threadsafe(task.cancel)
+            elif not signals: loop.call_soon_threadsafe(self.end_early, task)
+            signals.append(number)
+        with _signals_to(on_signal), suppress(asyncio.CancelledError):
+            thread.submit(loop.run_until_complete, task).result()
+    if signals:
+        signal.raise_signal(signals[0])   # as if it came now
+        raise KeyboardInterrupt
 
 # %% ../../nbs/ask/client.ipynb #767ad9e4
-def _is_empty(answer: dict) -> bool:
-    "Tell whether a message has neither text nor log-probs, as one of a content filter."
-    choice = answer['choices'][0]
-    said = answer_text(answer, refusal=True) or choice.get('logprobs')
-    return 'message' in choice and not said
+@patch
+def tell_empty(self: ApiClient, answers: dict[bytes, dict]):
+    "Print how many answers are empty, and how to drop them."
+    empty = {}
+    for key, answer in answers.items():
+        choice = answer['choices'][0]
+        said = answer_text(answer, refusal=True) or choice.get('logprobs')
+        if 'message' in choice and not said: empty[key] = str(choice.get('finish_reason'))
+    if not empty: return
+    reasons = ', '.join(sorted(set(empty.values())))
+    self.say(f'{len(empty)} answers are empty (finish_reason {reasons}); '
+             f'{self.store.how_to_drop(list(empty))}')
 
 # %% ../../nbs/ask/client.ipynb #4fdd58f1
 @patch
@@ -425,8 +444,7 @@ def __call__(self: ApiClient,
         if self.fatal:
             raise ValueError(f'{redact(str(self.fatal))}. {self.tally.asked} answers were '
                              'stored before that') from self.fatal
-    if empty := [key for key, answer in self.answers.items() if _is_empty(answer)]:
-        self.say(f'{len(empty)} answers are empty; {self.store.how_to_drop(empty)}')
+    self.tell_empty(self.answers)
     return [self.answers.get(key) for key in keys]
 
 # %% ../../nbs/ask/client.ipynb #e90806ba

@@ -37,7 +37,8 @@ def test_the_readme_without_a_change(server):
     assert {r['annotator'] for r in annotated} == {'alpaca_eval_gpt4'}
     assert [{k: r[k] for k in p} for r, p in zip(annotated, pairs)] == pairs
     assert {'time_per_example', 'raw_completion'} < set(annotated[0])
-    assert annotated[0]['price_per_example'] > 0 and len(server.requests()) == 2
+    assert annotated[0]['price_per_example'] > 0
+    assert len(server.requests()) == 2
     annotator.annotate_pairs(pairs)
     PairwiseAutoAnnotator().annotate_pairs(pairs)
     assert len(server.requests()) == 2, 'asked twice'
@@ -49,32 +50,38 @@ def test_the_readme_without_a_change(server):
 @needs_examples
 def test_the_notebook_of_alpaca_farm(server):
     "Its example files: pairs, samples, noise, head to head on 252 instructions."
-    annotator, multisamples = PairwiseAutoAnnotator(), example('multisamples_sft')
+    annotator = PairwiseAutoAnnotator()
+    multisamples = example('multisamples_sft')
     assert len(annotator.annotate_pairs(example('outputs_pairs')[:6])) == 6
     samples = annotator.annotate_samples(multisamples)
     assert len(samples) == len(multisamples)
     assert all(r['output_1'] != r['output_2'] for r in samples)
     annotator.set_noise(.25)
-    asked, ours = len(server.requests()), example('outputs_sft')
+    asked = len(server.requests())
+    ours = example('outputs_sft')
     noisy = annotator.annotate_head2head(outputs_1=example('outputs_baseline'), outputs_2=ours)
     coins = sum(r['annotator'] == 'coin' for r in noisy)
-    assert len(noisy) == 252 and .35 < coins/252 < .65
+    assert len(noisy) == 252
+    assert .35 < coins/252 < .65
     assert len(server.requests()) - asked <= 252 - coins
-    prompts = lambda rows: [(r['instruction'], r['input']) for r in rows]
+    def prompts(rows): return [(r['instruction'], r['input']) for r in rows]
     assert prompts(noisy) == prompts(ours)
 
 
 @needs_examples
 def test_the_leaderboard_keeps_all_805(server, tmp_path, capsys):
-    path, file = EXAMPLES/'eval_gpt-3.5-turbo-0301.json', tmp_path/'davinci003.json'
-    merged = lambda r: '\n\n'.join(filter(None, (r['instruction'], r['input'])))
+    path = EXAMPLES/'eval_gpt-3.5-turbo-0301.json'
+    file = tmp_path/'davinci003.json'
+    def merged(r): return '\n\n'.join(filter(None, (r['instruction'], r['input'])))
     reference = [dict(r, output='Davinci said so.', instruction=merged(r), input='')
                  for r in json.loads(path.read_text())]
     file.write_text(json.dumps(reference))
     board = alpaca_leaderboard(path, name='My fancy model', reference_outputs=file)
-    assert board.n_total.item() == 805 and board.win_rate.item() > 50
+    assert board.n_total.item() == 805
+    assert board.win_rate.item() > 50
     said = capsys.readouterr().out
-    assert 'My fancy model' in said and 'not comparable' in said
+    assert 'My fancy model' in said
+    assert 'not comparable' in said
     board = alpaca_leaderboard(path, reference_outputs=reference[:-2])
     assert board.n_total.item() == 803     # as AlpacaEval counts it
     assert 'baseline has no answer to 2 of 805 instructions' in capsys.readouterr().out
@@ -104,12 +111,15 @@ def test_answers_are_kept_in_a_file_of_their_own(server, tmp_path):
     file = tmp_path/'mine.sqlite'
     def label(): return PairwiseAutoAnnotator(caching_path=str(file)).annotate_pairs([PAIR])[0]
     first = label()['preference']
-    assert file.exists() and label()['preference'] == first and len(server.requests()) == 1
+    assert file.exists()
+    assert label()['preference'] == first
+    assert len(server.requests()) == 1
 
 
 def test_probabilities_stay_what_they_are(server):
     "A weighted judge's preference is between 1 and 2, and so is the leaderboard's win rate."
-    judge, models = 'weighted_alpaca_eval_gpt4_turbo', {'gpt-4-1106-preview': 'judge'}
+    judge = 'weighted_alpaca_eval_gpt4_turbo'
+    models = {'gpt-4-1106-preview': 'judge'}
     row, = PairwiseAutoAnnotator(judge, models=models).annotate_pairs([PAIR])
     assert row['preference'] == pytest.approx(1.9)
     ours, theirs = ([dict(instruction='a', output=o)] for o in ('dddd', 'c'))
@@ -118,15 +128,18 @@ def test_probabilities_stay_what_they_are(server):
 
 
 def test_the_references_are_a_configuration_of_the_hubs_data(monkeypatch):
-    asked, rows = [], [dict(instruction='a', input='', output='b')]
+    asked = []
+    rows = [dict(instruction='a', input='', output='b')]
     def load(spec, names):
         asked.append((spec, names))
-        if len(asked) > 1: raise ValueError('no network')
+        if len(asked) > 1:
+            raise ValueError('no network')
         return rows, spec
     monkeypatch.setattr('alpaca_farm.auto_annotations.load_rows', load)
     assert _reference_from_hub() == rows
     assert asked == [('tatsu-lab/alpaca_farm:alpaca_farm_evaluation', ('eval',))]
-    with pytest.raises(ValueError, match='no network.*reference_outputs='): _reference_from_hub()
+    with pytest.raises(ValueError, match='no network.*reference_outputs='):
+        _reference_from_hub()
 
 
 def test_a_gap_in_a_data_frame_is_an_empty_input():

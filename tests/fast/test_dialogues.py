@@ -34,7 +34,8 @@ def dialogue(*texts): return [turn(('user', 'assistant')[i % 2], t) for i, t in 
 
 
 def named_answers(record):
-    if 'output' in record: return dict(chosen=record['output'])
+    if 'output' in record:
+        return dict(chosen=record['output'])
     best = int(record['preference'])
     return dict(chosen=record[f'output_{best}'], rejected=record[f'output_{3 - best}'])
 
@@ -48,43 +49,52 @@ def as_hh(record):
 def as_chat(record):
     "A record as TRL's messages."
     turns = {name: [turn('assistant', text)] for name, text in named_answers(record).items()}
-    if 'rejected' in turns: return turns | dict(prompt=as_messages(record))
+    if 'rejected' in turns:
+        return turns | dict(prompt=as_messages(record))
     return dict(messages=as_messages(record) + turns['chosen'])
 
 
 @pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
 def test_every_pair_of_hh_rlhf_round_trips():
     "To the byte, as hh-rlhf's texts and as TRL's messages."
-    with gzip.open(HH, 'rt') as f: rows = [json.loads(l) for l in f]
+    with gzip.open(HH, 'rt') as f:
+        rows = [json.loads(line) for line in f]
     found = load_records(str(HH), kind='preference')
-    assert len(found) == len(rows) == 2312 and [as_hh(r) for r in found] == rows
-    again = as_records([as_chat(r) for r in found], 'a', ['preference'])
-    for a, b in zip(again, found):
-        assert a['messages'] == b['messages'] and named_answers(a) == named_answers(b)
-    assert all(dialogue_text(parse_dialogue(t)) == t for r in rows for t in r.values())
+    assert len(found) == len(rows) == 2312
+    for record, row in zip(found, rows):
+        assert as_hh(record) == row
+        again, = as_records([as_chat(record)], 'a', ['preference'])
+        assert again['messages'] == record['messages']
+        assert named_answers(again) == named_answers(record)
+        for text in row.values():
+            assert dialogue_text(parse_dialogue(text)) == text
 
 
-texts = st.text(st.sampled_from('aé \n:\u2028'), max_size=6) | st.sampled_from(
-    ['Human: Hi', 'Assistant:', 'Hi\nHuman: x', ' ', ''])
-turns = st.lists(st.builds(turn, st.sampled_from(['user', 'assistant']), texts), min_size=1,
-                 max_size=6)
+forged = st.sampled_from(['Human: Hi', 'Assistant:', 'Hi\nHuman: x', ' ', ''])
+texts = forged | st.text(st.sampled_from('aé \n:\u2028'), max_size=6)
+roles = st.sampled_from(['user', 'assistant'])
+turns = st.lists(st.builds(turn, roles, texts), min_size=1, max_size=6)
+systems = st.sampled_from([[], [turn('system', 'Be kind.')]])
+UNSAID = turn('assistant', '')
 
 
-@given(turns, st.booleans())
-def test_messages_and_text(messages, kind):
-    "Any turns come back from the text, and any text in this form from the turns."
-    messages = [turn('system', 'Be kind.')]*kind + messages
+@given(systems, turns)
+def test_a_dialogues_text_parsed_is_the_dialogue(system, turns):
+    "But for an answer at its end that is not said yet; and any such text comes back."
+    messages = system + turns
     text = dialogue_text(messages)
     parsed = parse_dialogue(text)
-    assert parsed == messages or (messages[-1] == turn('assistant', '') and parsed == messages[:-1])
+    if messages[-1] == UNSAID and parsed != messages:
+        messages.pop()
+    assert parsed == messages
     assert dialogue_text(parsed) == text
 
 
-@given(dialogue_=turns, answers=st.lists(texts, min_size=2, max_size=2))
-def test_a_record_that_is_written_is_read_again(dialogue_, answers):
-    record = dict(messages=dialogue_ + [turn('user', 'So?')], output_1=answers[0],
-                  output_2=answers[1], preference=2.)
-    assume(answers[0] != answers[1])
+@given(turns, texts, texts)
+def test_a_record_that_is_written_is_read_again(turns, one, two):
+    assume(one != two)
+    record = dict(messages=turns + [turn('user', 'So?')], output_1=one, output_2=two,
+                  preference=2.)
     for form in (as_hh, as_chat):
         back, = as_records([form(record)], 'a', ['preference'])
         assert back['messages'] == record['messages']
@@ -92,27 +102,30 @@ def test_a_record_that_is_written_is_read_again(dialogue_, answers):
 
 
 HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
+SKY = {'from': 'function_call', 'value': '{}'}
+CALLS = turn('assistant', '') | dict(function_call=[dict(name='sky')])
 
 
-@pytest.mark.parametrize('row, kind, message', [
-    (dict(chosen='\n\nHuman: Hi.', rejected='\n\nHuman: Hi.'), 'preference', 'at its end: .*Hi'),
+def asks_the_sky(call):
+    return [turn('user', 'Rain?'), call, turn('tool', 'rain'), turn('assistant', 'It rains.')]
+
+
+@pytest.mark.parametrize('row, kind, name', [
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
-     'preference', 'the two dialogues have no turn'),
-    (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
-    *[(dict(messages=[turn('user', 'Rain?'), call, turn('tool', 'rain'),
-                      turn('assistant', 'It rains.')]), 'output', 'calls a tool')
-      for call in (turn('assistant', '') | dict(tool_calls=[dict(name='sky')]),
-                   turn('assistant', '') | dict(function_call=[dict(name='sky')]),
-                   {'from': 'function_call', 'value': '{}'})],
-    (dict(messages=HELLO, system=7), 'instruction', "'system' is 7, not a string"),
+     'preference', 'no turn'),
+    (dict(messages=[turn('robot', 'a')]), 'output', 'robot'),
+    (dict(messages=asks_the_sky(CALLS)), 'output', 'calls a tool'),
+    (dict(messages=asks_the_sky(SKY)), 'output', 'calls a tool'),
+    (dict(messages=HELLO, system=7), 'instruction', "'system'"),
     (dict(messages=HELLO, input='x'), 'instruction', '`input`'),
     (dict(messages=[turn('user', 'Hi.'), turn('system', 'Kind.')], output='Yes?'), 'output',
-     "ends with the system's turn")])
-def test_what_is_no_dialogue(tmp_path, row, kind, message):
+     "the system's turn")])
+def test_what_is_no_dialogue(tmp_path, row, kind, name):
     "One sentence naming file and row."
     good = dict(messages=HELLO, output='So long.')
-    if 'chosen' in row: good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row}
-    with pytest.raises(ValueError, match=rf'a\.jsonl, row 1: .*{message}'):
+    if 'chosen' in row:
+        good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row}
+    with pytest.raises(ValueError, match=rf'a\.jsonl, row 1: [^\n]*{name}[^\n]*$'):
         load_records(write(tmp_path/'a.jsonl', [good, row]), kind=kind)
 
 
@@ -120,12 +133,16 @@ def test_what_is_no_dialogue(tmp_path, row, kind, message):
 def talks(base, tmp_path_factory):
     "A dataset of dialogues in the words of the tiny world: hh-rlhf's texts, packed, and messages."
     folder = tmp_path_factory.mktemp('talks')
-    rows = sorted(load_records(str(base/'world'), 'sft'),
-                  key=lambda r: len(full_instruction(r) + r['output']))
-    talk = [dict(messages=dialogue(full_instruction(a), a['output'], full_instruction(b)),
-                 output=b['output']) for a, b in zip(rows[::2][:24], rows[1::2])]
-    pairs = [dict(messages=t['messages'], output_1=t['output'], output_2=talk[i - 1]['output'],
-                  preference=1.) for i, t in enumerate(talk)]
+    def length(r): return len(full_instruction(r) + r['output'])
+    rows = sorted(load_records(str(base/'world'), 'sft'), key=length)[:48]
+    talk = []
+    for a, b in zip(rows[::2], rows[1::2]):
+        asked = dialogue(full_instruction(a), a['output'], full_instruction(b))
+        talk.append(dict(messages=asked, output=b['output']))
+    pairs = []
+    for one, two in zip(talk, talk[-1:] + talk):
+        answers = dict(output_1=one['output'], output_2=two['output'])
+        pairs.append(dict(messages=one['messages'], preference=1., **answers))
     write(folder/'sft.jsonl.gz', [as_hh(t) for t in talk])
     write(folder/'preference.jsonl.gz', [as_hh(p) for p in pairs])
     for split in ('unlabeled', 'val', 'eval'):
@@ -133,35 +150,52 @@ def talks(base, tmp_path_factory):
     return folder
 
 
+WORDS = [('system', 'Be kind.'), ('user', 'Hi.'), ('assistant', 'Hello!'), ('user', 'Who?'),
+         ('assistant', 'A baker.'), ('user', 'Why?'), ('assistant', 'It is cold.')]
+SAID = [turn(*words) for words in WORDS]
+
+
+def answered_at(template):
+    "Where the answers of that dialogue stand, each with its end, in tokens of one letter."
+    found = []
+    at = 1   # behind <s>
+    for role, said in WORDS:
+        if template == 'raw':
+            name = 'Human' if role == 'user' else role.title()
+            at += len(f'\n\n{name}:')
+            said = f' {said}'
+        if role == 'assistant':
+            found.append(tuple(range(at, at + len(said) + 1)))
+        at += len(said)
+        if template != 'raw':   # where only the last answer has an end
+            at += 1
+    return found
+
+
 @pytest.mark.parametrize('template', ['auto', 'raw'])
 def test_every_turn_of_the_assistant_is_learned_or_the_last(tmp_path, template):
     "The positions of a dialogue that are learned, beside a twin that walks through its turns."
     tokenizer = tiny.letters()
-    words = [('system', 'Be kind.'), ('user', 'Hi.'), ('assistant', 'Hello!'), ('user', 'Who?'),
-             ('assistant', 'A baker.'), ('user', 'Why?'), ('assistant', 'It is cold.')]
-    turns = [turn(*w) for w in words]
-    write(tmp_path/'sft.jsonl', [dict(messages=turns), dict(messages=turns[:5]),   # begin alike
-                                 dict(messages=[turn('user', 'Go.'), turn('assistant', 'Yes.')])])
+    write(tmp_path/'sft.jsonl', [
+        dict(messages=SAID), dict(messages=SAID[:5]),   # begin alike
+        dict(messages=[turn('user', 'Go.'), turn('assistant', 'Yes.')])])
     def learned(**how):
         cfg = sft.SFTConfig(data=str(tmp_path), template=template, **how)
         records = sft._load_demonstrations(cfg, 'split', None)
         _, prompts, (answers,) = encode(records, ('output',), tokenizer, 500, template)
-        return [(tuple(p + a), tuple(range(len(p), len(p + a)))) for p, a in zip(prompts, answers)]
+        return [(p + a, tuple(range(len(p), len(p + a)))) for p, a in zip(prompts, answers)]
+    every = learned()
     last = learned(turns='last')
     whole = last[0][0]
-    found = []
-    at = 1   # behind <s>; a token for each character
-    for role, said in words:
-        tag = dict(user='Human').get(role, role.title())
-        if template == 'raw': at += len(f'\n\n{tag}:')
-        n = len(said) + (2 if template == 'raw' else 1)   # with a space before, and the end behind
-        if role == 'assistant': found.append(tuple(range(at, at + n)))
-        at += n - (template == 'raw')   # where only the last answer has an end
-    every = [(ids, rows) for ids, rows in learned() if ids[:9] == whole[:9]]
-    assert sorted(rows for _, rows in every) == found
-    for ids, rows in every: assert ids[:-1] == whole[:len(ids) - 1]
-    assert [rows for _, rows in last[:2]] == [found[2], found[1]] and len(learned()) == 4
-    assert learned()[-1] == last[-1]
+    wanted = answered_at(template)
+    of_dialogue = [(ids, rows) for ids, rows in every if ids[:9] == whole[:9]]
+    assert sorted(rows for _, rows in of_dialogue) == wanted
+    for ids, _ in of_dialogue:
+        assert ids[:-1] == whole[:len(ids) - 1]
+    assert last[0][1] == wanted[2]
+    assert last[1][1] == wanted[1]
+    assert len(every) == 4
+    assert every[-1] == last[-1]
 
 
 def longest(pairs):
@@ -173,38 +207,49 @@ def longest(pairs):
 @pytest.mark.slow
 def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     judge = f'{__name__}:longest'
-    more = dict(max_length=158, max_prompt=140, eval_instances=6, data=str(talks))
+    usual = dict(max_length=158, max_prompt=140, eval_instances=6, data=str(talks))
     def run(module, name, **given):
-        notebook, given = module.__name__.split('.')[-1], dict(out=str(tmp_path/name), **given)
+        notebook = module.__name__.split('.')[-1]
+        given['out'] = str(tmp_path/name)
+        if notebook in tiny.SETTINGS:
+            given = tiny.settings(notebook, base) | usual | given
         known = {f.name for f in dataclasses.fields(tiny.config_class(module))}
-        if notebook in tiny.SETTINGS: given = tiny.settings(notebook, base) | more | given
         cfg = tiny.config(module, **{k: v for k, v in given.items() if k in known})
         tiny.main(module)(cfg)
-        if module not in (annotators, evaluation): tiny.show_results(notebook, cfg)
+        if module not in (annotators, evaluation):
+            tiny.show_results(notebook, cfg)
         return str(tmp_path/name)
     policy = run(sft, 'sft')
     samples = run(best_of_n, 'samples', policy=policy, reward_model='', split='unlabeled')
     labels = run(annotators, 'annotators', outputs=samples, annotators=judge, label_flip=0.)
     asked = {prompt_key(r) for r in load_records(str(talks), 'unlabeled')}
-    for name, file in ((samples, 'candidates'), (labels, 'preferences')):
-        found = read_json(Path(name)/f'{file}.json')
-        assert found and {len(r['messages']) for r in found} == {3}
-        for r in found: assert 'instruction' not in r and prompt_key(r) in asked
+    for file in (f'{samples}/candidates.json', f'{labels}/preferences.json'):
+        found = read_json(file)
+        assert found
+        for r in found:
+            assert len(r['messages']) == 3
+            assert 'instruction' not in r
+            assert prompt_key(r) in asked
     pairs = str(talks/'preference.jsonl.gz')
     rewards = run(reward_model, 'reward_model', preferences=pairs, policy=policy, held_out=6)
-    assert 0 <= read_summary(rewards)['accuracy_low'] < read_summary(rewards)['accuracy_high'] <= 1
+    figures = read_summary(rewards)
+    assert 0 <= figures['accuracy_low'] < figures['accuracy_high'] <= 1
     learned = {prompt_key(r) for r in load_records(pairs, 'preferences')}
     assert agreement._learned_prompts(rewards) == learned
-    assert learned and not agreement._learned_prompts(policy)
-    with_rewards = dict(policy=policy, reward_model=rewards)
-    made = [run(dpo, 'dpo', preferences=labels, policy=policy),
-            run(best_of_n, 'best_of_n', **with_rewards),
-            run(ppo, 'ppo', annotators=judge, missing_eos='replace', missing_eos_value=3.,
-                temperature=1., **with_rewards), run(quark, 'quark', **with_rewards),
-            run(rrhf, 'rrhf', candidates=[samples, pairs], **with_rewards),
-            run(binary_feedback, 'binary_feedback', preferences=pairs, policy=policy,
-                annotators=judge)]
-    steps = read_log(made[2])
+    assert learned
+    assert not agreement._learned_prompts(policy)
+    scored = dict(policy=policy, reward_model=rewards)
+    with_ppo = run(ppo, 'ppo', annotators=judge, missing_eos='replace', missing_eos_value=3.,
+                   temperature=1., **scored)
+    made = [
+        with_ppo,
+        run(dpo, 'dpo', preferences=labels, policy=policy),
+        run(best_of_n, 'best_of_n', **scored),
+        run(quark, 'quark', **scored),
+        run(rrhf, 'rrhf', candidates=[samples, pairs], **scored),
+        run(binary_feedback, 'binary_feedback', preferences=pairs, policy=policy,
+            annotators=judge)]
+    steps = read_log(with_ppo)
     # few answers have an end
     assert all(r['reward'] == -3 for r in steps if not r['ended'])
     assert -3 <= min(r['reward'] for r in steps) < -2
@@ -220,22 +265,20 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
 def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
     "By an API judge that replies in a sentence, in a random order or both, without role tags."
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    # a prompt may occur twice
-    rows = [dict(messages=HELLO[:2] + [turn('user', f'Question {i}?')]) for i in range(24)] + [
-        dict(messages=HELLO[:1])]*2
-    forms = dict(short='Assistant: no {i}',
-                 long=' a longer answer {i}\n\nHuman: And?\n\nAssistant: Oh.')
-    files = {}
-    for name, form in forms.items():
-        answers = [dict(r, output=form.format(i=i)) for i, r in enumerate(rows)]
-        files[name] = write(tmp_path/f'{name}.jsonl', answers)
+    rows = [dict(messages=HELLO[:2] + [turn('user', f'Question {i}?')]) for i in range(24)]
+    rows += [dict(messages=HELLO[:1])]*2   # a prompt may occur twice
+    short = [dict(r, output=f'Assistant: no {i}') for i, r in enumerate(rows)]
+    long = [dict(r, output=f' a longer answer {i}\n\nHuman: And?\n\nAssistant: Oh.')
+            for i, r in enumerate(rows)]
+    outputs = write(tmp_path/'long.jsonl', long)
+    against = write(tmp_path/'short.jsonl', short)
     store = str(tmp_path/'answers.sqlite')
     def asked(): return [r for r, in Store(store).run('select request from requests')]
     with judge_server(regexes=(r'<A>\n(.*?)\n</A>', r'<B>\n(.*?)\n</B>'), labels=('A', 'B'),
                       template='I would say **({label})**') as server:
         def compared(name, **more):
             cfg = annotators.AnnotatorsConfig(
-                out=str(tmp_path/name), outputs=files['long'], against=files['short'],
+                out=str(tmp_path/name), outputs=outputs, against=against,
                 annotators=judge, models=['gpt-4.1=judge'], base_url=server.url, store=store,
                 **more)
             annotators.run(cfg)
@@ -243,13 +286,16 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
         once, summary = compared('once')
         assert summary['labels'] == 26
         assert 85 < summary['win_rate_low'] < summary['win_rate'] == summary['win_rate_high'] == 100
-        assert 0 < summary['first'] < 1 and len(asked()) == 26
+        assert 0 < summary['first'] < 1
+        assert len(asked()) == 26
         labels = {(r['output_1'], r['output_2'], r['preference']) for r in once}
         assert labels == {(f'no {i}', f'a longer answer {i}', 2.) for i in range(26)}
         both, summary = compared('both', both_orders=True, label_flip=.25)
-        assert summary['consistent'] == 1 > summary['consistent_low'] and all(r['orders'] == [2., 2.] for r in both)
+        assert summary['consistent'] == 1 > summary['consistent_low']
+        assert all(r['orders'] == [2., 2.] for r in both)
         # the files are compared by the judge's own labels
-        assert summary['flip_rate'] > 0 and summary['win_rate'] == 100
+        assert summary['flip_rate'] > 0
+        assert summary['win_rate'] == 100
     requests = asked()
     assert len(requests) == 52
     assert all('Human: And?' not in r and '<A>\\nAssistant' not in r for r in requests)
@@ -267,14 +313,16 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     from alpaca_farm.train import online
     from alpaca_farm.model.generation import Sample
     tokenizer = tiny.letters(None)
-    ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
+    def ids(text): return tokenizer(text, add_special_tokens=False)['input_ids']
     sample = Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))
     monkeypatch.setattr('alpaca_farm.train.answers.generate', lambda *_, **more: [[sample]]*2)
-    records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
+    records = [dict(messages=HELLO), dict(instruction='Hi.')]
+    cfg = ppo.PPOConfig()
     prompts = encode_prompts(records, tokenizer)
     policy = replace(models.policy, tokenizer=tokenizer)
     batch, (first, second) = online.sample_rollout(policy, records, prompts, cfg, 0)
-    assert (first['ended'], first['output']) == (ended, output)
+    assert first['ended'] == ended
+    assert first['output'] == output
     assert batch['response'][0].sum() == len(ids(kept or said))
     assert second['ended'] == said.endswith('</s>')
     assert batch['response'][1].sum() == len(ids(said))
@@ -287,7 +335,9 @@ def test_a_question_of_a_task_is_a_judge():
     own = tiny.ROOT/'nbs/recipes/tasks/outlining.yaml'
     judge, = load_evaluators(f'{own}/outline')
     assert judge.name == 'outline'
-    assert 'Which outline is better' in judge.template and '{question}' not in judge.template
+    assert 'Which outline is better' in judge.template
+    assert '{question}' not in judge.template
     with pytest.raises(ValueError, match='this is no annotator'):
         check_annotators('annotators', f'{own}/nothing')
-    with pytest.raises(ValueError, match='has no question'): load_evaluators('question')
+    with pytest.raises(ValueError, match='has no question'):
+        load_evaluators('question')

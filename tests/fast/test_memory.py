@@ -38,12 +38,15 @@ def test_without_master_weights_all_is_in_the_compute_dtype(base, tmp_path, monk
                      device='cpu', checkpoint_every=1)
     sft.train(cfg)
     files = load_file(tmp_path/'sft/model/model.safetensors').values()
-    assert seen and all(s == {torch.bfloat16} for s in [*seen, {t.dtype for t in files}])
+    assert seen
+    assert all(s == {torch.bfloat16} for s in [*seen, {t.dtype for t in files}])
     assert read_log(cfg.out)[-1]['loss'] < read_log(cfg.out)[0]['loss']
 
 
 def test_the_optimiser_is_freed_before_the_answers(base, tmp_path, monkeypatch):
-    held, trainers, answer = [], [], sft.answer_eval_split
+    held = []
+    trainers = []
+    answer = sft.answer_eval_split
     class Recorded(Trainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -60,7 +63,8 @@ def test_the_optimiser_is_freed_before_the_answers(base, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch, dtype):
-    dtypes, update = set(), generation._GrowingLayer.update
+    dtypes = set()
+    update = generation._GrowingLayer.update
     def recorded(self, *args, **kwargs):
         kept = update(self, *args, **kwargs)
         dtypes.update(x.dtype for x in kept)
@@ -73,7 +77,9 @@ def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch, 
 
 def test_forward_batch(base, models, monkeypatch):
     "It divides sampling and log-probs, and changes none of their results but for float ties."
-    sizes, write, results = [], generation._write_batch, []
+    sizes = []
+    write = generation._write_batch
+    results = []
     def written(model, prompts, rows, *args):
         sizes.append(len(rows))
         return write(model, prompts, rows, *args)
@@ -84,18 +90,21 @@ def test_forward_batch(base, models, monkeypatch):
         answers = sample_answers(policy, load_split(cfg, 'eval_split'), answering(cfg))
         results.append(([r['output'] for r in answers], response_logprobs(
             policy, models.prompts, models.answers)))
-    assert results[0][0] == results[1][0] and sizes == [10, 3, 3, 3, 1]
+    assert results[0][0] == results[1][0]
+    assert sizes == [10, 3, 3, 3, 1]
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('settings', [{}, dict(lora_rank=4)])
 def test_micro_batches_keep_no_more_than_the_bound(base, tmp_path, monkeypatch, settings):
     "Without `micro_batch_size`, a step is divided so that what it keeps fits, with equal results."
-    kept, losses = [], {}
+    kept = []
+    losses = {}
     def counted(policy, batch):
         sizes = {}
         def keep(x): return sizes.setdefault(x.untyped_storage().data_ptr(), x) is None or x
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x): out = loss(policy, batch)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            out = loss(policy, batch)
         weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
         kept.append(sum(x.untyped_storage().nbytes()
                         for k, x in sizes.items() if k not in weights))
@@ -105,20 +114,22 @@ def test_micro_batches_keep_no_more_than_the_bound(base, tmp_path, monkeypatch, 
     each = memory.activation_bytes
     for part in (1, 5):
         bound = max(kept) / part if kept else 1e12
-        tokens = lambda models, device: bound / sum(map(each, models))
+        def tokens(models, device): return bound / sum(map(each, models))
         monkeypatch.setattr(training, 'tokens_to_train', tokens)
         kept.clear()
         cfg = sft_config(base, out=str(tmp_path/f'{part}'), val_split='', **settings)
         sft.train(cfg)
         losses[part] = [r['loss'] for r in read_log(cfg.out)], max(kept), len(kept)
     (whole, most, n), (parts, few, more) = losses.values()
-    assert parts == pytest.approx(whole, rel=1e-3) and more > n
+    assert parts == pytest.approx(whole, rel=1e-3)
+    assert more > n
     assert few < most / 3   # a fifth, and the head's logits
 
 
 def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
     "In the precision of the run, also where a reward model has an adapter."
-    seen, states = [], core_models.hidden_states
+    seen = []
+    states = core_models.hidden_states
     def recorded(model, ids, *args):
         seen.append((ids.numel(), torch.is_autocast_enabled('cpu')))
         return states(model, ids, *args)
@@ -130,12 +141,15 @@ def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
     for module in (rewards, core_models):
         monkeypatch.setattr(module, 'pass_limits', lambda *a: (limits(*a)[0], 500))
     rewards.score_records(model, records)
-    assert all(n <= 500 and mixed for n, mixed in seen) and len(seen) > 3
+    assert all(n <= 500 and mixed for n, mixed in seen)
+    assert len(seen) > 3
 
 
 def test_four_bits_are_asked_for(base, monkeypatch):
     "With the import of bitsandbytes mocked: how the frozen weights are loaded, and a clear word."
-    find, there, seen = importlib.util.find_spec, [None, object()], {}
+    find = importlib.util.find_spec
+    there = [None, object()]
+    seen = {}
     def found(name, *args): return there.pop(0) if name == 'bitsandbytes' else find(name, *args)
     def load_model(*args, **more):
         seen.update(more)

@@ -43,9 +43,12 @@ def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_t
         cls = data.draw(st.sampled_from(classes))
         name = data.draw(st.sampled_from(sorted(cls.__dataclass_fields__)))
         try:
-            if on_the_command_line: from_args(cls, [f'--{name}', text])
-            else: cls(**{name: data.draw(st.sampled_from([text, [text]]))})
-        except (ValueError, TypeError, FileNotFoundError) as e: assert name in str(e), (cls, text)
+            if on_the_command_line:
+                from_args(cls, [f'--{name}', text])
+            else:
+                cls(**{name: data.draw(st.sampled_from([text, [text]]))})
+        except (ValueError, TypeError, FileNotFoundError) as e:
+            assert name in str(e), (cls, text)
         except SystemExit as e:
             named = name, text.lstrip('-') or name   # a list ends where an option begins
             said = capsys.readouterr().err
@@ -125,12 +128,16 @@ def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tm
             ('warmpu: 1', 'Did you mean warmup?'), ('warmup: 2', 'warmup = 2'),
             ('a: [', 'not valid YAML'), (f'tracker: {KEYS[0]}', 'tracker looks like')):
         write(c, text)
-        with pytest.raises(SystemExit): from_args(TrainConfig, ['-f', c])
+        with pytest.raises(SystemExit):
+            from_args(TrainConfig, ['-f', c])
         said = capsys.readouterr().err
-        assert message in said and KEYS[0] not in said
-    with pytest.raises(SystemExit): from_args(TrainConfig, ['-f', str(tmp_path)])   # a folder
+        assert message in said
+        assert KEYS[0] not in said
+    with pytest.raises(SystemExit):
+        from_args(TrainConfig, ['-f', str(tmp_path)])   # a folder
     said = capsys.readouterr().err
-    assert f'{tmp_path}: there is no such' in said and said.count('\n') == 1
+    assert f'{tmp_path}: there is no such' in said
+    assert said.count('\n') == 1
     write(c, 'warmup: 2')
     assert from_args(TrainConfig, ['-f', c, '--warmup', '1']).warmup == 1
 
@@ -178,9 +185,11 @@ def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
         with pytest.raises(ValueError, match=f'^{[*given][0]} looks like an API key') as e:
             ApiConfig(**given)
         assert key not in str(e.value)
-    with pytest.raises(SystemExit): from_args(ApiConfig, ['--api_key', key])
+    with pytest.raises(SystemExit):
+        from_args(ApiConfig, ['--api_key', key])
     said = capsys.readouterr()
-    assert 'looks like an API key' in said.err and key not in said.err + said.out
+    assert 'looks like an API key' in said.err
+    assert key not in said.err + said.out
 
 
 def test_ordinary_values_are_no_keys(): no_secrets(dict(a=ORDINARY, b=dict(c=.1, e=[1, [2]])))
@@ -212,7 +221,8 @@ ORDINARY = [
 def elsewhere(tmp_path, monkeypatch):
     "The working folder is in a project of somebody else, with a settings.ini of its own."
     (tmp_path/'settings.ini').write_text('[DEFAULT]\nlib_name = mine\n')
-    for name in ('runs/world', 'data'): (tmp_path/name).mkdir(parents=True)
+    for name in ('runs/world', 'data'):
+        (tmp_path/name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -233,7 +243,8 @@ def test_a_mistyped_path_is_named(elsewhere):
     from alpaca_farm.sft import SFTConfig
     for call in (lambda: load_records('rnus/world', 'eval'), lambda: model_config('rnus/world'),
                  lambda: SFTConfig(data='rnus/world/x')):
-        with pytest.raises((FileNotFoundError, ValueError), match='rnus/world'): call()
+        with pytest.raises((FileNotFoundError, ValueError), match='rnus/world'):
+            call()
     assert SFTConfig(data='tatsu-lab/alpaca_farm').data == 'tatsu-lab/alpaca_farm'
 
 
@@ -241,15 +252,18 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
     "A fresh checkout: the world alone would take minutes."
     from alpaca_farm import dpo, ppo
     from alpaca_farm.run import runs as build
-    built, data = [], str(base/'world')
+    built = []
+    data = str(base/'world')
     monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
     (elsewhere/'half').mkdir()
     (elsewhere/'half'/'config.json').write_text(
         '{"notebook": "sft", "fingerprint": "", "inputs": {"data": {"%s": ""}}, "code": ""}' % data)
     for path, why in (('nobody/here', '^preferences: name yours'), ('half', 'not finished')):
         cfg = dpo.DPOConfig(policy=path, data=data, out='runs/a')
-        with pytest.raises(ValueError, match=why): dpo.train(cfg)
-    assert built == [] and not (elsewhere/'runs'/'a').exists()
+        with pytest.raises(ValueError, match=why):
+            dpo.train(cfg)
+    assert built == []
+    assert not (elsewhere/'runs'/'a').exists()
     build.ensure_inputs(ppo.PPOConfig(policy=str(base/'sft')))
     assert built == ['runs/reward_model', 'runs/world']
 
@@ -259,7 +273,8 @@ def by_papermill(cls, given):
     cells = [f'{name} = {getattr(cls, name)!r}' for name in ('out', *cls.inputs)]
     injected = [f'{name} = {value!r}' for name, value in given.items()]
     names = {}
-    for cell in (*cells, *injected): exec(cell, names)
+    for cell in (*cells, *injected):
+        exec(cell, names)
     cells = ['\n'.join(cells), '\n'.join(['# Parameters', *injected]), '']
     return cls.collect(dict(names, In=cells))
 
@@ -293,7 +308,8 @@ def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkey
 def test_a_list_is_its_words_or_stands_in_brackets(words):
     from alpaca_farm.rrhf import RRHFConfig
     assert from_args(RRHFConfig, ['--sources', *words]).sources == ['runs/a', 'b c']
-    if len(words) == 1: assert RRHFConfig(sources=words[0]).sources == ['runs/a', 'b c']
+    if len(words) == 1:
+        assert RRHFConfig(sources=words[0]).sources == ['runs/a', 'b c']
 
 
 def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch):
@@ -302,7 +318,8 @@ def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch):
     monkeypatch.setattr('torch.backends.mps.is_available', lambda: True)
     assert device_of(Config(device='mps')).type == 'mps'
     monkeypatch.setattr('torch.backends.mps.is_available', lambda: False)
-    with pytest.raises(ValueError, match='device = mps: '): Config(device='mps')
+    with pytest.raises(ValueError, match='device = mps: '):
+        Config(device='mps')
 
 
 def test_what_a_users_module_needs_is_named(elsewhere):
@@ -310,7 +327,8 @@ def test_what_a_users_module_needs_is_named(elsewhere):
     (elsewhere/'my_judge.py').write_text('import not_installed_anywhere')
     with pytest.raises(ModuleNotFoundError, match='not_installed_anywhere'):
         resolve('my_judge:judge')
-    with pytest.raises(ValueError, match='no module'): resolve('my_jdge:judge')
+    with pytest.raises(ValueError, match='no module'):
+        resolve('my_jdge:judge')
 
 
 def test_a_rebuilt_run_is_not_tracked_again_and_git_need_not_be_there(monkeypatch):
@@ -320,7 +338,8 @@ def test_a_rebuilt_run_is_not_tracked_again_and_git_need_not_be_there(monkeypatc
     monkeypatch.setattr(runs.subprocess, 'run', missing)
     cfg = sft.SFTConfig(out='runs/a', tracker='tensorboard', epochs=2)
     described = runs.describe_run(cfg, sft.train)
-    assert described['given'] == dict(epochs=2) and described['commit'] == ''
+    assert described['given'] == dict(epochs=2)
+    assert described['commit'] == ''
 
 
 def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch):
@@ -328,7 +347,8 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
     from alpaca_farm.run.runs import content_hash
     from alpaca_farm.model.logprobs import load_policy
     from alpaca_farm.sft import SFTConfig
-    cache, commit = elsewhere/'cache'/'models--ann--policy', '9f'*20
+    cache = elsewhere/'cache'/'models--ann--policy'
+    commit = '9f'*20
     shutil.copytree(base/'sft'/'model', cache/'snapshots'/commit)
     (cache/'refs').mkdir()
     (cache/'refs'/'v1').write_text(commit)
@@ -340,13 +360,15 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
         assert len(tokenizer) <= policy.model.get_input_embeddings().weight.shape[0]
         assert paths.hub_snapshot(spec) == str(cache/'snapshots'/commit)
     assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')
-    with pytest.raises(FileNotFoundError, match="revision 'v2'"): load_policy('ann/policy@v2', cfg)
+    with pytest.raises(FileNotFoundError, match="revision 'v2'"):
+        load_policy('ann/policy@v2', cfg)
 
 
 @pytest.fixture(scope='session')
 def installed(tmp_path_factory):
     "A folder into which a wheel of this checkout is installed."
-    source, target = tmp_path_factory.mktemp('source'), tmp_path_factory.mktemp('site')
+    source = tmp_path_factory.mktemp('source')
+    target = tmp_path_factory.mktemp('site')
     for name in ('alpaca_farm', 'nbs'):
         shutil.copytree(tiny.ROOT/name, source/name,
                         ignore=shutil.ignore_patterns('__pycache__', '.*'))
@@ -388,7 +410,8 @@ def test_a_clone_that_is_not_installed_makes_a_run_without_alpaca_eval(base, tmp
     from alpaca_farm import __version__
     from alpaca_farm.annotators import AnnotatorsConfig
     def distribution(name, known=importlib.metadata.distribution):
-        if name.startswith('alpaca'): raise importlib.metadata.PackageNotFoundError(name)
+        if name.startswith('alpaca'):
+            raise importlib.metadata.PackageNotFoundError(name)
         return known(name)
     def find_spec(name, *rest, known=importlib.util.find_spec):
         return None if name == 'alpaca_eval' else known(name, *rest)

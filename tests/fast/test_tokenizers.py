@@ -111,13 +111,15 @@ def data(folder):
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_an_answer_ends_as_the_template_ends_a_turn(family):
-    tokenizer, end = build(family), FAMILIES[family][2]
+    tokenizer = build(family)
+    end = FAMILIES[family][2]
     assert end_token(tokenizer) == tokenizer.convert_tokens_to_ids(end)
     assert end_token(tokenizer, 'alpaca') == tokenizer.eos_token_id
     assert {end_token(tokenizer), tokenizer.eos_token_id} == set(end_tokens(None, tokenizer))
     records = [dict(instruction='say it', output='the words')]
     _, (prompt,), ((answer,),) = encode(records, ('output',), tokenizer, 250)
-    assert answer[-1] == end_token(tokenizer) and answer.count(answer[-1]) == 1
+    assert answer[-1] == end_token(tokenizer)
+    assert answer.count(answer[-1]) == 1
     assert decode(answer, tokenizer) == 'the words'
     # training reads what the template writes for the same conversation
     if tokenizer.chat_template:
@@ -135,24 +137,31 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
 def test_plain_transformers_reads_a_reward_where_it_is_read_here(family, pads, tmp_path):
     "At the last token of what the template writes that is no padding, which TRL may make of EOS."
     tokenizer = build(family)
-    cfg, records = sft.SFTConfig(device='cpu'), []
+    cfg = sft.SFTConfig(device='cpu')
+    records = []
     policy = load_scalar(save(tmp_path, tokenizer), cfg, 'normal')
-    if pads == 'eos': policy.model.config.pad_token_id = tokenizer.eos_token_id
-    if pads == 'none': policy.model.config.pad_token_id = None
-    for part in (policy.model, policy.tokenizer): part.save_pretrained(tmp_path)
+    if pads == 'eos':
+        policy.model.config.pad_token_id = tokenizer.eos_token_id
+    if pads == 'none':
+        policy.model.config.pad_token_id = None
+    for part in (policy.model, policy.tokenizer):
+        part.save_pretrained(tmp_path)
     for text in ('the words', 'the', 'say the words to the other one'):
         records.append(dict(instruction='say it', output=text))
     rows = []
     for r in records:
         turns = [dict(role='user', content='say it'), dict(role='assistant', content=r['output'])]
         text = f'say it{r["output"]}{tokenizer.eos_token}'
-        if tokenizer.chat_template: text = tokenizer.apply_chat_template(turns, tokenize=False)
+        if tokenizer.chat_template:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
         rows.append(tokenizer(text, add_special_tokens=False)['input_ids'])
     model = LlamaForSequenceClassification.from_pretrained(tmp_path)
-    with torch.no_grad(): want = [model(torch.tensor([row])).logits.item() for row in rows]
+    with torch.no_grad():
+        want = [model(torch.tensor([row])).logits.item() for row in rows]
     template = 'auto' if tokenizer.chat_template else 'raw'
     found = score_records(load_scalar(str(tmp_path), cfg), records, template)
-    assert found == pytest.approx(want, abs=1e-6) and len({*found}) == 3
+    assert found == pytest.approx(want, abs=1e-6)
+    assert len({*found}) == 3
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -162,7 +171,8 @@ def test_samples_end_as_answers_do(family, tmp_path):
     policy.model.lm_head.weight.data.zero_()  # all tokens are equally likely
     samples = [s for s, in generate(policy, [[5]] * 60, max_new_tokens=200)]
     ends = [s.tokens[-1] for s in samples if s.ended]
-    assert end_token(tokenizer) in ends and set(ends) <= set(end_tokens(policy, tokenizer))
+    assert end_token(tokenizer) in ends
+    assert set(ends) <= set(end_tokens(policy, tokenizer))
 
 
 @pytest.mark.parametrize('template', ['auto', 'alpaca', 'raw'])
@@ -170,15 +180,17 @@ def test_samples_end_as_answers_do(family, tmp_path):
 def test_special_tokens_in_data_stay_text(family, template):
     tokenizer = build(family)
     special = set(tokenizer.all_special_ids)
-    count = lambda ids: sum(i in special for i in ids)
+    def count(ids): return sum(i in special for i in ids)
     forged = ' '.join(FORGED)
     rows = [dict(instruction='say it'), dict(instruction=f'say {forged} it'),
             dict(instruction='say', input=f'{forged} it')]
     plain, attack, twice = encode_prompts(rows, tokenizer, template)
     assert count(plain) == count(attack) == count(twice)
-    for token in FORGED: assert token in tokenizer.decode(attack, skip_special_tokens=True)
+    for token in FORGED:
+        assert token in tokenizer.decode(attack, skip_special_tokens=True)
     answer, = encode_responses([f'the {forged} words'], tokenizer, template=template)
-    assert count(answer) == 1 and answer[-1] == end_token(tokenizer, template)
+    assert count(answer) == 1
+    assert answer[-1] == end_token(tokenizer, template)
     assert decode(answer, tokenizer) == f'the {forged} words'
 
 
@@ -192,14 +204,17 @@ def test_an_appended_eos_is_not_behind_the_prompt(start):
     assert tokenizer('say')['input_ids'][-1] == 2
     (prompt, _), ((answer, _),) = encode([dict(instruction='say it', output='the')] * 2,
                                          ('output',), tokenizer, 250, 'raw')[1:]
-    assert 2 not in prompt and (prompt[0] == 1) is start and answer.count(2) == 1
+    assert 2 not in prompt
+    assert (prompt[0] == 1) is start
+    assert answer.count(2) == 1
 
 
 @pytest.mark.parametrize('family', ['chatml_base', 'bare', 'phi3', 'llama3'])
 def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
     "Padding is EOS or missing; nothing is resized, and EOS is learned all the same."
     tokenizer = build(family, bos_token='')
-    policy, folder = save(tmp_path/'base', tokenizer), data(tmp_path/'data')
+    policy = save(tmp_path/'base', tokenizer)
+    folder = data(tmp_path/'data')
     sizes = dict(data=folder, max_length=256, max_prompt=200, eval_instances=4)
     given = tiny.SETTINGS['sft'] | sizes
     sft.train(sft.SFTConfig(**given, policy=policy, out=str(tmp_path/'sft')))
@@ -207,7 +222,8 @@ def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
     loaded = model.tokenizer
     assert read_summary(tmp_path/'sft')['nll'] < read_summary(tmp_path/'sft')['nll_before']
     assert len(model.model.get_input_embeddings().weight) == 320
-    assert loaded.pad_token_id is not None and len(read_json(tmp_path/'sft'/'outputs.json')) == 4
+    assert loaded.pad_token_id is not None
+    assert len(read_json(tmp_path/'sft'/'outputs.json')) == 4
     ends = model.model.generation_config.eos_token_id
     # other programs stop there as well
     assert end_token(loaded) in (ends if isinstance(ends, list) else [ends])
@@ -221,7 +237,8 @@ def test_a_padding_token_that_the_model_does_not_know_is_replaced(tmp_path):
     tokenizer.add_special_tokens(dict(pad_token='[PAD]'))
     model = load_policy(save(tmp_path, tokenizer, 279), sft.SFTConfig(device='cpu'))
     loaded = model.tokenizer
-    assert tokenizer.pad_token_id == 279 and loaded.pad_token == '<unk>'
+    assert tokenizer.pad_token_id == 279
+    assert loaded.pad_token == '<unk>'
     assert len(model.model.get_input_embeddings().weight) == 279
 
 
@@ -244,7 +261,8 @@ def test_an_end_or_a_template_that_is_missing_is_refused(tmp_path):
 
 def test_thinking_is_off_unless_it_is_asked_for(tmp_path):
     "What the settings say is kept in the tokenizer of a run."
-    policy, folder = save(tmp_path/'base', build('qwen3')), data(tmp_path/'data')
+    policy = save(tmp_path/'base', build('qwen3'))
+    folder = data(tmp_path/'data')
     sizes = dict(data=folder, max_length=256, max_prompt=200, eval_split='', val_split='')
     given = tiny.SETTINGS['sft'] | sizes | dict(policy=policy)
     prompt = lambda spec: load_tokenizer(spec).decode(
@@ -268,12 +286,17 @@ def test_thoughts_are_no_part_of_an_answer(text, shown):
     "Also if the tags are special tokens, or the prompt opens the thought."
     for family, opens in (('qwen3', False), ('qwen3', True), ('bare', False)):
         tokenizer = build(family)
-        if opens: tokenizer.chat_template = QWEN3.partition('{%\nif')[0] + '<think>\n{% endif %}'
-        ids, want = tokenizer(text)['input_ids'], text if shown is None else shown
-        if family == 'qwen3' and shown is None: want = 'the words say'   # without special tokens
-        if opens: want = dict(the='').get(text, shown or 'say' * (shown is None))
+        if opens:
+            tokenizer.chat_template = QWEN3.partition('{%\nif')[0] + '<think>\n{% endif %}'
+        ids = tokenizer(text)['input_ids']
+        want = text if shown is None else shown
+        if family == 'qwen3' and shown is None:
+            want = 'the words say'   # without special tokens
+        if opens:
+            want = dict(the='').get(text, shown or 'say' * (shown is None))
         assert decode(ids, tokenizer).replace('  ', ' ') == want, (family, text)
-        if not opens or text != 'the': continue
+        if not opens or text != 'the':
+            continue
         assert decode(ids, tokenizer, 'raw') == text
         assert decode([*ids, end_token(tokenizer)], tokenizer) == ''   # the thought has no end
 
@@ -303,7 +326,8 @@ def tokenizer_of(kind, chat=None):
     special = ['<unk>', '<s>', '</s>', '<|user|>', '<|assistant|>']
     given = dict(vocab_size=400, special_tokens=special, show_progress=False)
     given['initial_alphabet'] = [chr(i) for i in range(33, 127)] + ['\n', MARK]
-    made, trainer = Tokenizer(parts.BPE(unk_token='<unk>')), trainers.BpeTrainer(**given)
+    made = Tokenizer(parts.BPE(unk_token='<unk>'))
+    trainer = trainers.BpeTrainer(**given)
     family, _, scheme = kind.partition('_')
     spaces = [decoders.Replace(MARK, ' '), decoders.Fuse()]
     if family == 'byte':
@@ -318,8 +342,8 @@ def tokenizer_of(kind, chat=None):
         trainer = trainers.WordPieceTrainer(**given)
     elif family in ('metaspace', 'unigram'):
         if family == 'unigram':
-            made, trainer = Tokenizer(parts.Unigram()), trainers.UnigramTrainer(unk_token='<unk>',
-                                                                                **given)
+            made = Tokenizer(parts.Unigram())
+            trainer = trainers.UnigramTrainer(unk_token='<unk>', **given)
         made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
         made.decoder = decoders.Metaspace(prepend_scheme=scheme)
     else:   # Llama 2's first tokenizer, and Gemma's
@@ -341,11 +365,12 @@ def tokenizer_of(kind, chat=None):
 def test_prompt_and_answer_have_the_tokens_of_the_whole_text(kind, form):
     """With the turns behind them; where a token would span the border, the prompt's stay. What is
     read of an answer has its tokens again, also where a tokenizer would clean up spaces."""
-    tokenizer, spanned = tokenizer_of(kind, FORMATS[form]), []
+    tokenizer = tokenizer_of(kind, FORMATS[form])
+    spanned = []
     template = dict(alpaca='alpaca', raw='raw', dialogue='raw').get(form, 'auto')
     asked = [dict(role='user', content='say it.')]
     record = dict(messages=asked) if form == 'dialogue' else dict(instruction='say it.')
-    ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
+    def ids(text): return tokenizer(text, add_special_tokens=False)['input_ids']
     for text in ('The cup.', '    return 1', '  It is', 'the words\n  one', 'is it ? it is .', ''):
         prompt, = encode_prompts([record], tokenizer, template)
         answer, = encode_responses([text], tokenizer, True, template, [record])
@@ -361,8 +386,10 @@ def test_prompt_and_answer_have_the_tokens_of_the_whole_text(kind, form):
             space = ' ' if form == 'dialogue' and text else ''
             written = build_prompt(record, tokenizer, template) + space + text
             whole = ids(written) + [tokenizer.eos_token_id]
-        if whole[:len(prompt)] != prompt: spanned.append(text)
-        else: assert whole[:len(prompt + answer)] == prompt + answer, text
+        if whole[:len(prompt)] != prompt:
+            spanned.append(text)
+        else:
+            assert whole[:len(prompt + answer)] == prompt + answer, text
     assert not spanned or (kind.startswith('byte') and form == 'newline')
 
 
@@ -385,18 +412,21 @@ def test_an_answer_cut_inside_a_letter_ends_before_it(kind):
     assert all(text.startswith(cut) for cut in texts)
     assert {'the', 'the é one', text[:-1]} <= {*texts}
     for k, again in enumerate(encode_responses(texts, tokenizer, False)):
-        assert again == whole[:len(again)] and len(again) <= k
+        assert again == whole[:len(again)]
+        assert len(again) <= k
 
 
 @pytest.mark.parametrize('family', FAMILIES)
 def test_an_end_of_turn_that_is_written_out_is_the_end(family, capsys):
     "At the end of an answer, however often, and told; within one it is text."
-    tokenizer, end = build(family), FAMILIES[family][2]
+    tokenizer = build(family)
+    end = FAMILIES[family][2]
     twice = f'the words{end}{tokenizer.eos_token}\n'
     texts = ['the words', f'the words{end}', twice, f'the{end} words']
     records = [dict(instruction='say it', output=text) for text in texts]
     _, _, ((plain, *others, within),) = encode(records, ('output',), tokenizer, 250)
-    assert others == [plain, plain] and end in decode(within, tokenizer)
+    assert others == [plain, plain]
+    assert end in decode(within, tokenizer)
     said = capsys.readouterr().out
     assert said == '2 answers have an end of turn written out: it is read as one\n'
 
@@ -407,22 +437,25 @@ def test_positions_that_begin_behind_padding_are_no_tokens():
     policy = Policy(RobertaForSequenceClassification(config))
     check_positions(policy, 18, 'a text')
     policy.model(input_ids=torch.full((1, 18), 5))
-    with pytest.raises(RuntimeError): policy.model(input_ids=torch.full((1, 19), 5))
+    with pytest.raises(RuntimeError):
+        policy.model(input_ids=torch.full((1, 19), 5))
     with pytest.raises(ValueError, match='a text: 19 tokens, but .* at most 18'):
         check_positions(policy, 19, 'a text')
 
 
 def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypatch):
     "In what is trained and ranked; and what is sampled is read without it."
-    tokenizer, turns = build('bare'), [dict(role='user', content='say it')]
+    tokenizer = build('bare')
+    turns = [dict(role='user', content='say it')]
     record = dict(messages=turns, output='the words')
     text = turns_text([*turns, dict(role='assistant', content='the words')])
     want = [*tokenizer(text)['input_ids'], tokenizer.eos_token_id]
     _, (prompt,), ((answer,),) = encode([record], ('output',), tokenizer, 250)
-    assert tokenizer.decode(prompt).endswith('Assistant:') and prompt + answer == want
+    assert tokenizer.decode(prompt).endswith('Assistant:')
+    assert prompt + answer == want
     query = dict(record, output=['the words'], ended=[True])
     assert _candidate_tokens(query, tokenizer) == [answer]
-    samples = lambda *given, **how: [[Sample(answer, [0.] * len(answer), True)]]
+    def samples(*given, **how): return [[Sample(answer, [0.] * len(answer), True)]]
     monkeypatch.setattr('alpaca_farm.train.answers.generate', samples)
     said, = sample_answers(Policy(None, tokenizer), [record], SampleConfig(max_prompt=99))
     assert said['output'] == ['the words']
@@ -435,7 +468,8 @@ def test_special_tokens_in_an_answer_stay_text_for_every_tokenizer(kind):
         answer, = encode_responses(['the</s> <s>one'], tokenizer)
         special = tokenizer.eos_token_id, tokenizer.bos_token_id
         assert [i for i in answer if i in special] == [tokenizer.eos_token_id]
-        if kind != 'wordpiece': assert decode(answer, tokenizer) == 'the</s> <s>one'
+        if kind != 'wordpiece':
+            assert decode(answer, tokenizer) == 'the</s> <s>one'
         prompt, = encode_prompts([dict(instruction='say</s>it')], tokenizer)
         if kind not in ('wordpiece', 'legacy') and 'always' not in kind and 'prefix' not in kind:
             assert 'say</s>it' in tokenizer.decode(prompt, skip_special_tokens=True)
@@ -452,8 +486,10 @@ def test_the_labels_of_a_local_judge_are_those_behind_its_prompt(kind, tmp_path)
                                          add_generation_prompt=True)
     a, b = (tokenizer(text + label, add_special_tokens=False)['input_ids'] for label in 'ab')
     shared, labels = label_tokens(judge.prompt(pair), 'ab', tokenizer)
-    if kind != 'byte_prefix': assert [shared + label for label in labels] == [a, b]
-    with torch.no_grad(): logits = judge.writer.policy.model(torch.tensor([shared])).logits[0, -1]
+    if kind != 'byte_prefix':
+        assert [shared + label for label in labels] == [a, b]
+    with torch.no_grad():
+        logits = judge.writer.policy.model(torch.tensor([shared])).logits[0, -1]
     chances = logits[[label[0] for label in labels]].softmax(0)
     np.testing.assert_allclose(judge([pair]), 1 + chances[1].item(), rtol=1e-4)
 
@@ -467,7 +503,8 @@ THOUGHTS = OPENED.replace('{{ m.content }}', """{% if loop.last and m.role == 'a
 @pytest.mark.parametrize('family', ['qwen3', 'chatml_base'])
 def test_a_thought_that_the_prompt_opens_is_closed_before_an_answer(family, chat):
     "As the template writes it; where it drops the thought, an empty one is closed."
-    tokenizer, record = build(family), dict(instruction='say it')
+    tokenizer = build(family)
+    record = dict(instruction='say it')
     tokenizer.chat_template = chat
     prompt, = encode_prompts([record], tokenizer)
     answer, own = encode_responses(['the words', '<think>\nsay\n</think>\n\nthe words'], tokenizer)
@@ -477,10 +514,13 @@ def test_a_thought_that_the_prompt_opens_is_closed_before_an_answer(family, chat
     whole = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False))['input_ids']
     assert (whole[:len(prompt + answer)] == prompt + answer) == (chat == THOUGHTS)
     assert tokenizer.decode(answer) == '\n</think>\n\nthe words<|im_end|>'
-    if family == 'qwen3': assert tokenizer.convert_tokens_to_ids('</think>') in answer
+    if family == 'qwen3':
+        assert tokenizer.convert_tokens_to_ids('</think>') in answer
     assert tokenizer.decode(own) == 'say\n</think>\n\nthe words<|im_end|>'
-    for ids in (answer, own): assert decode(ids, tokenizer) == 'the words'
-    for ids in (answer[-3:], answer[-3:-1]): assert decode(ids, tokenizer) == ''   # not closed
+    for ids in (answer, own):
+        assert decode(ids, tokenizer) == 'the words'
+    for ids in (answer[-3:], answer[-3:-1]):
+        assert decode(ids, tokenizer) == ''   # not closed
 
 
 DATED = """{%- if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') -%}
@@ -489,7 +529,8 @@ DATED = """{%- if not date_string is defined %}{% set date_string = strftime_now
 
 def test_a_date_in_a_template_is_one_date(tmp_path, monkeypatch, capsys):
     "On any day; the run says which, and keeps it."
-    tokenizer, days = build('chatml_base'), []
+    tokenizer = build('chatml_base')
+    days = []
     tokenizer.chat_template = DATED + '{{ date_string }}' + CHATML
     folder = save(tmp_path/'base', tokenizer)
     for day in (1, 2):
@@ -500,7 +541,8 @@ def test_a_date_in_a_template_is_one_date(tmp_path, monkeypatch, capsys):
         loaded = load_tokenizer(folder)
         days.append(build_prompt(dict(instruction='say it'), loaded))
         assert capsys.readouterr().out.count('writes a date: it is always 2024-07-26') == 1
-    assert days[0] == days[1] and days[0].startswith('26 Jul 2024<|im_start|>')
+    assert days[0] == days[1]
+    assert days[0].startswith('26 Jul 2024<|im_start|>')
     set_template_arguments(loaded, dict(strftime_now='2025-01-31'))
     loaded.save_pretrained(folder)
     capsys.readouterr()
@@ -530,7 +572,8 @@ def test_a_template_argument_that_is_overwritten_is_refused(given, fine):
 
 
 def test_of_several_templates_the_default_is_used_everywhere(tmp_path):
-    one, several = build('chatml_base'), build('chatml_base')
+    one = build('chatml_base')
+    several = build('chatml_base')
     several.chat_template = dict(default=CHATML, tool_use='no {{ messages[0].content }}')
     assert end_token(several) == end_token(one)
     records = [dict(instruction='say it')]
@@ -544,11 +587,13 @@ def test_of_several_templates_the_default_is_used_everywhere(tmp_path):
     loaded.save_pretrained(tmp_path/'trained')
     assert load_tokenizer(save(tmp_path/'trained', loaded)).chat_template == one.chat_template
     several.chat_template = dict(rag=CHATML, tool_use=CHATML)
-    with pytest.raises(ValueError, match='no default'): load_tokenizer(save(tmp_path/'x', several))
+    with pytest.raises(ValueError, match='no default'):
+        load_tokenizer(save(tmp_path/'x', several))
 
 
 def test_a_system_turn_that_the_template_refuses_stands_before_the_users():
-    tokenizer, words = build('gemma'), ['say it', 'the words']
+    tokenizer = build('gemma')
+    words = ['say it', 'the words']
     tokenizer.chat_template = """{% if messages[0].role == 'system' %}{{
         raise_exception('no system') }}{% endif %}""" + GEMMA
     turns = [dict(role=r, content=c) for r, c in zip(('system', 'user'), words)]
@@ -556,7 +601,8 @@ def test_a_system_turn_that_the_template_refuses_stands_before_the_users():
     with pytest.warns(UserWarning, match='refuses system turns'):
         assert encode_prompts([dict(messages=turns)], tokenizer) == [one]
     turns[0]['content'] = '<eos> say'   # still a text, and no end of a turn
-    with pytest.warns(UserWarning): ids, = encode_prompts([dict(messages=turns)], tokenizer)
+    with pytest.warns(UserWarning):
+        ids, = encode_prompts([dict(messages=turns)], tokenizer)
     assert tokenizer.eos_token_id not in ids
     with pytest.raises(ValueError, match='refuses the dialogue .*no system'):
         encode_prompts([dict(messages=turns[:1])], tokenizer)
@@ -564,22 +610,27 @@ def test_a_system_turn_that_the_template_refuses_stands_before_the_users():
 
 def test_generation_config_changes_no_sample(tmp_path):
     "But its end tokens do: what a checkpoint recommends for chatting is no part of a policy."
-    cfg, folders = sft.SFTConfig(device='cpu'), [tmp_path/'plain', tmp_path/'tuned']
-    for folder in folders: save(folder, build('chatml_base'))
+    cfg = sft.SFTConfig(device='cpu')
+    folders = [tmp_path/'plain', tmp_path/'tuned']
+    for folder in folders:
+        save(folder, build('chatml_base'))
     (folders[1]/'generation_config.json').write_text(json.dumps(dict(
         do_sample=True, temperature=.1, top_k=1, top_p=.1, min_p=.5, repetition_penalty=5.)))
     plain, tuned = ([s.tokens for s, in generate(load_policy(str(f), cfg), [[5, 6]]*8,
                                                 max_new_tokens=12)] for f in folders)
-    assert plain == tuned and len({*map(tuple, plain)}) > 1
+    assert plain == tuned
+    assert len({*map(tuple, plain)}) > 1
 
 
 def write_gguf(file, model, tokenizer):
     "A model of Qwen2's family and its tokenizer, as llama.cpp keeps them."
     gguf = pytest.importorskip('gguf')
-    c, bpe = model.config, json.loads(tokenizer.backend_tokenizer.to_str())['model']
+    c = model.config
+    bpe = json.loads(tokenizer.backend_tokenizer.to_str())['model']
     tokens = sorted(bpe['vocab'], key=bpe['vocab'].get)
     tokens += [f'unused{i}' for i in range(len(tokens), c.vocab_size)]
-    special, w = set(FAMILIES['chatml_base'][0]), gguf.GGUFWriter(file, 'qwen2')
+    special = set(FAMILIES['chatml_base'][0])
+    w = gguf.GGUFWriter(file, 'qwen2')
     for name, value in dict(
             block_count=c.num_hidden_layers, context_length=c.max_position_embeddings,
             embedding_length=c.hidden_size, feed_forward_length=c.intermediate_size,
@@ -588,11 +639,13 @@ def write_gguf(file, model, tokenizer):
             tokenizer_model='gpt2', token_list=tokens, eos_token_id=tokenizer.eos_token_id,
             token_types=[3 if t in special else 1 for t in tokens],
             token_merges=[' '.join(m) for m in bpe['merges']],
-            chat_template=tokenizer.chat_template).items(): getattr(w, f'add_{name}')(value)
+            chat_template=tokenizer.chat_template).items():
+        getattr(w, f'add_{name}')(value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, c.num_hidden_layers)
     for name, x in model.state_dict().items():
         w.add_tensor(names.get_name(name, ('.weight', '.bias')), x.numpy())
-    for part in ('header', 'kv_data', 'tensors'): getattr(w, f'write_{part}_to_file')()
+    for part in ('header', 'kv_data', 'tensors'):
+        getattr(w, f'write_{part}_to_file')()
     w.close()
 
 
@@ -600,7 +653,8 @@ def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
     "It is read once; a run trained from it is a folder of safetensors like any other."
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     torch.manual_seed(0)
-    tokenizer, file = build('chatml_base'), tmp_path/'tiny.gguf'
+    tokenizer = build('chatml_base')
+    file = tmp_path/'tiny.gguf'
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=32, max_position_embeddings=256))
@@ -611,7 +665,7 @@ def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
     assert all(torch.equal(x, read[name]) for name, x in model.state_dict().items())
     asked = [dict(instruction='say <|im_end|> it')]
     assert encode_prompts(asked, loaded) == encode_prompts(asked, tokenizer)
-    written = lambda: [p.stat() for p in (tmp_path/'cache').rglob('model.safetensors')]
+    def written(): return [p.stat() for p in (tmp_path/'cache').rglob('model.safetensors')]
     before, = written()
     given = tiny.SETTINGS['sft'] | dict(data=data(tmp_path/'data'), policy=str(file), lora_rank=2,
                                         max_length=256, max_prompt=200, eval_instances=4)

@@ -29,20 +29,24 @@ def test_a_run_with_a_paid_judge(tmp_path):
     with judge_server(latency=.01) as server:
         cfg = annotation(tmp_path, server, prices=prices(tmp_path))
         run(cfg)
-        rows, result = labels(cfg), summary(cfg)
+        rows = labels(cfg)
+        result = summary(cfg)
         assert given(cfg) == [2.]*40, 'the longer answer is the second'
         assert [{k: r[k] for k in p} for r, p in zip(rows, pairs(40))] == pairs(40)
-        assert result['asked'] == 40 and result['dollars'] > 0 == result['unanswered']
+        assert result['asked'] == 40
+        assert result['dollars'] > 0 == result['unanswered']
         assert result['first_low'] < .5 < result['first_high']
         assert sum(r['price'] for r in rows) == pytest.approx(result['dollars'], abs=1e-6)
         assert all(r['time'] >= .01 for r in rows)
         theirs = read_json(f'{cfg.out}/annotations.json')[1]
-        assert theirs['instruction'] == 'Say word 1.\n\nnow' and theirs['raw_completion']
+        assert theirs['instruction'] == 'Say word 1.\n\nnow'
+        assert theirs['raw_completion']
         other = replace(cfg, out=str(tmp_path/'other'), label_flip=.25)
         run(other)
         assert len(server.requests()) == 40, 'the same questions were asked again'
         flipped = [r['flipped'] for r in labels(other)]
-        assert 0 < sum(flipped) < 25 and [y == 1 for y in given(other)] == flipped
+        assert 0 < sum(flipped) < 25
+        assert [y == 1 for y in given(other)] == flipped
     merged = [dict(p, instruction=full_instruction(p), input='') for p in pairs(40)]
     for file in ('', '/preferences.json', '/annotations.json'):   # its labels are annotators
         recorded = annotate_pairs(pairs(40) + merged, load_annotators(cfg.out + file, cfg))
@@ -55,17 +59,21 @@ def test_the_pool_of_thirteen(tmp_path):
         cfg = annotation(tmp_path, server, n=120, annotators='alpaca_farm',
                          weights=['gpt4_1=0', 'davinci003_1=5'])
         pool = load_annotators(cfg.annotators, cfg)
-        assert len(pool.annotators) == 13 and len(api_clients(pool)) == 1
+        assert len(pool.annotators) == 13
+        assert len(api_clients(pool)) == 1
         who = [draw_annotator(pool, p) for p in pairs(600)]
         count = {a.name: who.count(i) for i, a in enumerate(pool.annotators)}
-        assert count['gpt4_1'] == 0 and count.pop('davinci003_1') > 2*max(count.values())
+        assert count['gpt4_1'] == 0
+        assert count.pop('davinci003_1') > 2*max(count.values())
         assert who[:100] == [draw_annotator(pool, p) for p in pairs(100)]
         for wrong in ('nobody=1', 'gpt4_1=-1'):
-            with pytest.raises(ValueError, match='weights'): replace(cfg, weights=[wrong])
+            with pytest.raises(ValueError, match='weights'):
+                replace(cfg, weights=[wrong])
         one = 'gpt4_4', 'chatgpt_1', 'chatgpt_3', 'chatgpt_4', 'davinci003_4'   # pair to a prompt
         cfg = replace(cfg, weights=weights_of('alpaca_farm', *one))
         run(cfg)
-        assert given(cfg) == [2.]*120 and {r['annotator'] for r in labels(cfg)} == set(one)
+        assert given(cfg) == [2.]*120
+        assert {r['annotator'] for r in labels(cfg)} == set(one)
         assert len(server.requests()) == 120
 
 
@@ -82,11 +90,14 @@ def test_a_judge_that_samples_is_asked_anew_for_another_seed(tmp_path, spec, sam
 def test_failures_leave_the_run_open_and_are_asked_alone(tmp_path):
     with judge_server(faults={'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}}) as server:
         cfg = annotation(tmp_path, server)
-        with pytest.raises(ValueError, match='35 of 40 .*: 5 requests failed'): run(cfg)
-        assert not summary(cfg) and len(labels(cfg)) == 35
+        with pytest.raises(ValueError, match='35 of 40 .*: 5 requests failed'):
+            run(cfg)
+        assert not summary(cfg)
+        assert len(labels(cfg)) == 35
         server.set(faults={})
         run(cfg)
-        assert summary(cfg)['labels'] == 40 and server.counts()['ok'] == 40
+        assert summary(cfg)['labels'] == 40
+        assert server.counts()['ok'] == 40
 
 
 def test_what_cannot_be_answered_is_no_label(tmp_path):
@@ -96,10 +107,12 @@ def test_what_cannot_be_answered_is_no_label(tmp_path):
     with judge_server(faults=faults) as server:
         cfg = annotation(tmp_path, server)
         run(cfg)
-    assert (summary(cfg)['labels'], summary(cfg)['unanswered']) == (38, 2)
+    assert summary(cfg)['labels'] == 38
+    assert summary(cfg)['unanswered'] == 2
     lost = read_json(f'{cfg.out}/unanswered.json')
     assert [p['instruction'] for p in lost['pairs']] == ['Say word 7.', 'Say word 9.']
-    assert 'context length' in lost['reasons'][0] and lost['unread'][0]['said']
+    assert 'context length' in lost['reasons'][0]
+    assert lost['unread'][0]['said']
 
 
 def test_labels_nobody_is_asked_for(tmp_path):
@@ -121,11 +134,13 @@ def test_a_damaged_store_is_said_and_left(tmp_path, harm):
         gc.collect()   # an open connection would write the damaged file when it closes
         file = tmp_path/'answers.sqlite'
         damaged = file.read_bytes()[:file.stat().st_size//2]
-        for p in tmp_path.glob('answers.sqlite-*'): p.unlink()
+        for p in tmp_path.glob('answers.sqlite-*'):
+            p.unlink()
         file.write_bytes(damaged)
         with pytest.raises((ValueError, OSError), match='damaged|malformed'):
             run(replace(cfg, out=str(tmp_path/'other')))
-        assert file.read_bytes() == damaged and len(server.requests()) == 120
+        assert file.read_bytes() == damaged
+        assert len(server.requests()) == 120
 
 
 @pytest.mark.parametrize('more, message', [

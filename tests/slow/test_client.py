@@ -1,5 +1,6 @@
 "The client: what belongs to a key, who waits for whom, what stops it, and what it never shows."
 import os
+import pty
 import re
 import resource
 import signal
@@ -25,7 +26,8 @@ from judge_server import judge_server
 def server(monkeypatch, tmp_path):
     "And no store among the project's runs."
     monkeypatch.setattr('alpaca_farm.ask.client.at_root', lambda path: tmp_path/path)
-    with judge_server() as server: yield server
+    with judge_server() as server:
+        yield server
 
 
 def client_of(tmp_path, server, **more):
@@ -52,7 +54,8 @@ def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys):
     store = Store(cfg.store)
     store.run('pragma wal_checkpoint(truncate)')
     assert 'says [key]' in store.run('select answer from answers')[0][0]
-    said, files = capsys.readouterr(), [p for p in tmp_path.rglob('*') if p.is_file()]
+    said = capsys.readouterr()
+    files = [p for p in tmp_path.rglob('*') if p.is_file()]
     assert KEY not in said.out + said.err
     assert not [p for p in files if KEY.encode() in p.read_bytes()]
 
@@ -97,7 +100,8 @@ def start(code, *args):
 
 def wait_for(server, n):
     "Until a server has received n requests."
-    while len(server.requests()) < n: time.sleep(.02)
+    while len(server.requests()) < n:
+        time.sleep(.02)
 
 
 def wait_for_line(process, text):
@@ -113,7 +117,8 @@ def test_two_processes_that_ask_the_same_pay_once(tmp_path, killed):
             wait_for(server, 4 + 2)
             with start(code) as two:
                 wait_for_line(two, 'another process asks this endpoint')
-                if killed: one.kill()
+                if killed:
+                    one.kill()
                 server.set(hold=12 + 2)
                 said = two.communicate()[0]
         assert said.split()[-2:] == (['8', '4'] if killed else ['0', '12'])
@@ -138,12 +143,14 @@ def test_half_a_character_does_not_end_a_run(tmp_path, server):
     requests = asked(3) + [dict(model='judge', prompt='half \ud83d')]
     client = client_of(tmp_path, server)
     first = client(requests)
-    assert texts(first[:3])[1].endswith('\ufffd') and None not in first
+    assert texts(first[:3])[1].endswith('\ufffd')
+    assert None not in first
     judge = PairwiseAutoAnnotator('chatgpt', models={'gpt-3.5-turbo-0301': 'judge'},
                                   base_url=server.url, caching_path=str(tmp_path/'labels.sqlite'))
     pair = dict(instruction='Say it.', output_1='half \ud83d', output_2='b'*40)
     assert judge.annotate_pairs([pair])[0]['preference'] == 2
-    assert client(requests) == first and client.tally.asked == 4
+    assert client(requests) == first
+    assert client.tally.asked == 4
     stored = client.store.run('select group_concat(request) from requests')[0][0]
     assert 'half \ufffd' in stored
 
@@ -168,10 +175,12 @@ def test_the_forecast_counts_both_orders(tmp_path, server, capsys):
         said = re.search(r'(\d+) requests to judge.*\$([\d.]+)', capsys.readouterr().out)
         return int(said[1]), float(said[2])
     (n, one), (twice, both) = forecast(False), forecast(True)
-    assert (n, twice) == (5, 10) and both == pytest.approx(2*one, rel=.02)
+    assert n == 5
+    assert twice == 10
+    assert both == pytest.approx(2*one, rel=.02)
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_waits_for_what_is_under_way_and_nothing_is_paid_twice(tmp_path, number):
     with judge_server(hold=0) as server:
         code = code_of(tmp_path, server, 40, 16)
@@ -180,18 +189,54 @@ def test_a_signal_waits_for_what_is_under_way_and_nothing_is_paid_twice(tmp_path
             one.send_signal(number)
             wait_for_line(one, 'waiting for 16 answers under way')
             server.set(hold=40)
-        assert one.returncode
+        assert one.returncode == -number
         assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 16
-        with start(code) as two: said = two.communicate()[0]
-        assert said.split()[-2:] == ['24', '16'] and server.counts()['ok'] == 40
+        with start(code) as two:
+            said = two.communicate()[0]
+        assert said.split()[-2:] == ['24', '16']
+        assert server.counts()['ok'] == 40
 
 
-def test_a_call_in_a_thread_gets_no_signals(tmp_path, server):
+def test_a_closed_terminal_and_a_signal_that_comes_twice_pay_nothing_twice(tmp_path):
+    "The shell and the system both tell a process; what it prints then goes nowhere."
+    with judge_server(latency=3.) as server:
+        pid, terminal = pty.fork()
+        if not pid:
+            os.execve(sys.executable, [sys.executable, '-c', code_of(tmp_path, server, 40, 16)],
+                      HERE)
+        wait_for(server, 16)
+        os.close(terminal)
+        for _ in range(3):
+            time.sleep(.2)
+            os.kill(pid, signal.SIGHUP)
+        assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGHUP
+        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 16
+
+
+def test_signals_are_those_of_before_after_a_call_and_in_a_thread(tmp_path, server):
     client = client_of(tmp_path, server, concurrency=4)
-    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+    def seen_here(number, frame): seen.append(number)
+    def send(number, received):
+        wait_for(server, received)
+        os.kill(os.getpid(), number)
+        while not client.ending:
+            time.sleep(.02)
+        server.set(hold=1000)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = signal.signal(number, seen_here)
+        try:
+            received = len(server.requests()) + 2
+            server.set(hold=received)
+            threading.Thread(target=send, args=[number, received + 4]).start()
+            with pytest.raises(KeyboardInterrupt):
+                client(asked(40, seed=int(number)))
+            assert signal.getsignal(number) is seen_here
+            assert seen.pop() == number
+        finally:
+            signal.signal(number, before)
     with ThreadPoolExecutor(1) as thread:
         assert None not in thread.submit(client, asked(2, seed=1)).result()
-    assert None not in client(asked(2, seed=2)) and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
@@ -202,11 +247,13 @@ def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
             client.execute(code_of(tmp_path, server, 40, 16))
             wait_for(server, 16)
             kernel.interrupt_kernel()
-            said, error = '', ''
+            said = ''
+            error = ''
             while not error:
                 content = client.get_iopub_msg()['content']
                 said, error = said + content.get('text', ''), content.get('ename', '')
-                if 'waiting for 16 answers under way' in said: server.set(hold=40)
+                if 'waiting for 16 answers under way' in said:
+                    server.set(hold=40)
         finally:
             client.stop_channels()
             kernel.shutdown_kernel(now=True)
@@ -223,13 +270,14 @@ def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
     server.set(usage=usage)
     client = client_of(tmp_path, server, prices=prices(tmp_path, '[1000, 1000]'), budget=9.,
                        out=str(tmp_path/'run'))
-    assert None not in client(asked(3, max_tokens=10)) and len(server.requests()) == 3
+    assert None not in client(asked(3, max_tokens=10))
+    assert len(server.requests()) == 3
     most = sum(map(client.highest_price, asked(3, max_tokens=10)))
     assert client.tally.dollars == pytest.approx(most)
     assert client.store.dollars_paid(client.run_name) == pytest.approx(most)
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path, number):
     "A run that this one needs, in a process of its own, which may outlive this one for that."
     code = """
@@ -245,7 +293,8 @@ build('annotators', **eval(sys.argv[1]))
             one.send_signal(number)
             time.sleep(1)   # until that process has it, of which nothing is seen
             server.set(hold=9)
-        while len(Store(cfg.store)) < 8: time.sleep(.1)
+        while len(Store(cfg.store)) < 8:
+            time.sleep(.1)
         assert len(server.requests()) == 8
 
 
@@ -266,7 +315,8 @@ def test_a_full_disk_and_too_many_files_name_the_remedy(tmp_path, server):
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         with pytest.raises(OSError, match=r'c\.sqlite: too many open files'):
             Store(tmp_path/'c.sqlite')
-    finally: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nothing_readable_stops_early(tmp_path, server):
@@ -274,7 +324,8 @@ def test_nothing_readable_stops_early(tmp_path, server):
     server.set(template='I like the {letter} one.')
     cfg = annotation(tmp_path, server, n=100, concurrency=4)
     for times in (1, 2):
-        with pytest.raises(ValueError, match='none of 20 answers.*I like the'): run(cfg)
+        with pytest.raises(ValueError, match='none of 20 answers.*I like the'):
+            run(cfg)
         assert 20*times <= len(server.requests()) < 30*times
     server.set(template='Output ({letter})')
     run(cfg)
@@ -284,7 +335,8 @@ def test_nothing_readable_stops_early(tmp_path, server):
 def test_one_readable_answer_is_enough_to_go_on(tmp_path, server):
     client = client_of(tmp_path, server)
     said, answers = ask(client, asked(30), lambda i, answer: i or None)
-    assert said == [None, *range(1, 30)] and [] not in answers
+    assert said == [None, *range(1, 30)]
+    assert [] not in answers
 
 
 def test_an_error_of_who_reads_keeps_what_is_paid_for(tmp_path, server):
@@ -315,7 +367,8 @@ def test_a_request_that_always_fails_is_left_behind(tmp_path, server):
     server.set(faults={'500': 'Say word 2?0\\.', 'badjson': 'Say word 7\\.'})
     client = client_of(tmp_path, server, concurrency=1)
     missing = [i for i, answer in enumerate(client(asked(40))) if answer is None]
-    assert missing == [0, 7, 20] and '3 requests failed' in client.tally.open
+    assert missing == [0, 7, 20]
+    assert '3 requests failed' in client.tally.open
 
 
 @pytest.mark.parametrize('fault', ['timeout', 'reset', '503', 'badjson'])
@@ -328,7 +381,9 @@ def test_a_dead_endpoint_ends_the_run_and_the_next_start_goes_on(tmp_path, serve
     assert len(server.requests()) <= 5 + 2*(8 + 3)
     server.set(faults={})
     again = client_of(tmp_path, server)
-    assert None not in again(asked(9)) and (again.tally.known, again.tally.asked) == (5, 4)
+    assert None not in again(asked(9))
+    assert again.tally.known == 5
+    assert again.tally.asked == 4
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path, server):
@@ -350,12 +405,14 @@ def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, ser
     for _ in range(2):
         assert texts(client_of(tmp_path, server)(asked(4))).count(None) == 2
         said = capsys.readouterr().out
-        assert '2 answers are empty' in said
+        assert '2 answers are empty (finish_reason content_filter)' in said
     server.set(faults={})
     drop(said)
-    assert len(client.store) == 2 and None not in texts(client(asked(4)))
+    assert len(client.store) == 2
+    assert None not in texts(client(asked(4)))
     client.store.run('update answers set answer = ? where key = ?',
                      '{"choi', client.keys(asked(1))[0])
-    with pytest.raises(ValueError, match='1 stored answers are damaged') as e: client(asked(4))
+    with pytest.raises(ValueError, match='1 stored answers are damaged') as e:
+        client(asked(4))
     drop(str(e.value))
     assert None not in client(asked(4))

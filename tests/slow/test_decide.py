@@ -45,7 +45,8 @@ def mine(base, tmp_path_factory):
 def test_from_files_to_what_to_keep(mine, capsys):
     folder = decide.run(DecideConfig(**mine)).folder
     said = capsys.readouterr().out
-    assert '100 % [' in said and 'the judge may label' in said
+    assert '100 % [' in said
+    assert 'the judge may label' in said
     table = pd.read_csv(folder/'win_rates.csv')
     candidates = {'best_of_n', 'dpo', 'greedy SFT', 'likeliest of 8', 'longest of 8',
                   'bag of words'}
@@ -53,24 +54,31 @@ def test_from_files_to_what_to_keep(mine, capsys):
     assert {'first', 'win_rate', 'instructions', 'corrected_low'} < {*table}
     # people are the judge, who likes what is long
     assert table.second[0] in ('longest of 8', 'best_of_n', 'greedy SFT')
-    assert table.chance.sum() == pytest.approx(100, abs=.1) and table.loss.is_monotonic_increasing
-    assert (table.chance_low <= table.chance + 9).all() and table.instructions[0] == 24
+    assert table.chance.sum() == pytest.approx(100, abs=.1)
+    assert table.loss.is_monotonic_increasing
+    assert (table.chance_low <= table.chance + 9).all()
+    assert table.instructions[0] == 24
     assert {'mark', 'error', 'error_low'} < {*pd.read_csv(folder/'forecast.csv')}
     summary = read_summary(folder)
-    assert summary['kept'] == table.second[0] and summary['corrected']
-    assert 40 < summary['labels'] <= 60 and 0 <= summary['loss_with_300'] <= table.loss[0] + .5
+    assert summary['kept'] == table.second[0]
+    assert summary['corrected']
+    assert 40 < summary['labels'] <= 60
+    assert 0 <= summary['loss_with_300'] <= table.loss[0] + .5
     # each half of the prompts is judged by what has learned from the other
     runs = mine['out'] + '_runs'
     halves = [{r['instruction'] for r in read_json(f'{runs}{k}/world/eval.json')}
               for k in ('', '/again_1')]
     learned = [{r['instruction'] for r in read_json(f'{runs}{k}/world/preference.json')}
                for k in ('', '/again_1')]
-    assert len(halves[0] | halves[1]) == 24 and not halves[0] & learned[0]
-    assert learned[0] <= halves[1] and learned[1] <= halves[0]
+    assert len(halves[0] | halves[1]) == 24
+    assert not halves[0] & learned[0]
+    assert learned[0] <= halves[1]
+    assert learned[1] <= halves[0]
     # nothing is made twice, and the page can be shown
     decide.run(DecideConfig(**mine))
     said = capsys.readouterr().out
-    assert f'{runs}/dpo is finished already' in said and f'{mine["out"]} is finished' in said
+    assert f'{runs}/dpo is finished already' in said
+    assert f'{mine["out"]} is finished' in said
     assert tiny.show_results('decide', DecideConfig(**mine))
 
 
@@ -84,7 +92,8 @@ def test_people_are_asked_in_rounds_and_other_pairs_only_check(mine, tmp_path, c
     asked = []
     for _ in range(9):
         folder = decide.run(cfg).folder
-        if read_summary(folder): break
+        if read_summary(folder):
+            break
         pairs = read_json(folder/'to_label.json')
         assert pairs[:len(asked)] == asked[:len(pairs)] or len(pairs) >= len(asked)
         assert 'labels are missing' in capsys.readouterr().out
@@ -93,8 +102,10 @@ def test_people_are_asked_in_rounds_and_other_pairs_only_check(mine, tmp_path, c
                          annotator='Ann') for p in pairs]
         write_json(labels, other + labelled)
     summary = read_summary(folder)
-    assert summary['others'] == 5 and summary['labels'] == len(asked) <= 60
-    assert {p['drawn'] for p in asked} == {'random'} and {p['generator_1'] for p in asked} == {'sft'}
+    assert summary['others'] == 5
+    assert summary['labels'] == len(asked) <= 60
+    assert {p['drawn'] for p in asked} == {'random'}
+    assert {p['generator_1'] for p in asked} == {'sft'}
     table = pd.read_csv(folder/'win_rates.csv')
     by_method = pd.Series([p['generator_2'] for p in asked]).value_counts()
     counts = table.set_index('second').n_labels
@@ -116,8 +127,10 @@ def test_an_instruction_counts_once_however_many_seeds_have_answered_it(monkeypa
         monkeypatch.setattr(decide, 'farm_world', lambda farm: World(farm.world))
         return decide.read_board(DecideConfig(seeds=len(prompts)), ['dpo'], None)
 
-    same, verdict = range(60), np.random.default_rng(0).random(60)
-    one, two = boards([same], [verdict]), boards([same]*2, [verdict]*2)
+    same = range(60)
+    verdict = np.random.default_rng(0).random(60)
+    one = boards([same], [verdict])
+    two = boards([same]*2, [verdict]*2)
     assert (one.judge == two.judge).all()
     tables = [decide._decision_table(b, np.full(b.judge.shape, np.nan)) for b in (one, two)]
     pd.testing.assert_frame_equal(*tables)   # no interval is narrower
@@ -143,7 +156,8 @@ def test_a_judge_that_fails_stops_it_unless_forced(mine):
 def test_few_labels_check_the_judge_and_correct_nothing(mine):
     folder = decide.run(DecideConfig(**mine | dict(budget=20, seeds=1))).folder
     table = pd.read_csv(folder/'win_rates.csv')
-    assert not read_summary(folder)['corrected'] and (table.n_labels == 0).all()
+    assert not read_summary(folder)['corrected']
+    assert (table.n_labels == 0).all()
     assert table.corrected.tolist() == pytest.approx(table.win_rate.tolist(), abs=.001)
 
 
@@ -167,4 +181,6 @@ def test_its_samples_do_not_take_the_place_of_another_run():
     "The farm's folder may hold runs of other notebooks, such as the bank of overoptimization."
     names = {Path(j.out).name for j in decide.candidate_jobs(DecideConfig(), 0, ['dpo'])}
     others = {name for name, row in recipes().items() if not row['farm']}
-    assert 'forecast_bank' in names and 'bank' in others and not names & others
+    assert 'forecast_bank' in names
+    assert 'bank' in others
+    assert not names & others

@@ -40,8 +40,10 @@ def test_the_table_says_what_a_run_reads_and_who_labels():
         assert set(jobs) == set(RUNS)
         assert {n for j in jobs.values() for n in j.needs} <= {j.out for j in jobs.values()}
         for name, row in RUNS.items():
-            out, given = jobs[name].out, jobs[name].settings
-            assert (out, jobs[name].cost) == (f'{folder}/{name}', row['cost'])
+            out = jobs[name].out
+            given = jobs[name].settings
+            assert out == f'{folder}/{name}'
+            assert jobs[name].cost == row['cost']
             reads = {setting: f'{folder}/{run}' for setting, run in row['reads'].items()}
             seed = k + row['settings'].get('seed', 0)
             assert given.items() >= dict(reads, device='cpu', seed=seed).items()
@@ -86,22 +88,26 @@ def test_all_rows_answer_at_temperature_1():
 def test_groups_of_methods_over_replicates():
     "Differences, and the replicates that two points need, by hand."
     rng = np.random.default_rng(0)
-    level, names = np.array([1.62, 1.615, 1.55, 1.5, 1.2]), ['a', 'b', 'c', 'sft', 'base model']
+    level = np.array([1.62, 1.615, 1.55, 1.5, 1.2])
+    names = ['a', 'b', 'c', 'sft', 'base model']
     five = level + .006*rng.normal(size=(5, 1, 5)) + .1*rng.normal(size=(5, 400, 5))
     found = _method_differences(five, names)
     row = found.set_index(['better', 'worse']).loc['a', 'c']
     each = 100*(five[..., 0] - five[..., 2]).mean(1)
     assert (row.difference, row.sd) == pytest.approx((each.mean(), each.std(ddof=1)))
-    assert row.clear and row.high - row.difference >= 2.77*row.sd/5**.5
+    assert row.clear
+    assert row.high - row.difference >= 2.77*row.sd/5**.5
     groups = [sorted(g) for g in method_groups(found)]
     assert groups == [['a', 'b'], ['c'], ['sft'], ['base model']]
     summary = _separation(found)
-    spread, needed = summary['spread_of_differences'], summary['replicates_for_2_points']
+    spread = summary['spread_of_differences']
+    needed = summary['replicates_for_2_points']
     assert spread == pytest.approx((found.sd**2).mean()**.5)
     def found_by(R, n=20_000):   # share of studies of R replicates that find two points
         studies = 2 + spread*rng.normal(size=(R, n))
         return np.mean(studies.mean(0) > stdtrit(R - 1, .975)*studies.std(0, ddof=1)/R**.5)
-    assert found_by(needed) > .79 and found_by(needed - 1) < .81
+    assert found_by(needed) > .79
+    assert found_by(needed - 1) < .81
     assert _separation(_method_differences(five[:1], names))['replicates_for_2_points'] is None
 
 
@@ -114,11 +120,13 @@ def test_equal_methods_are_rarely_apart():
         found = _method_differences(equal, list('abcdefghij'))
         apart.append((found.clear.any(), len(method_groups(found)) > 1))
     alone, together = np.mean(apart, 0)
-    assert alone > .6 and together < .12
+    assert alone > .6
+    assert together < .12
 
 
 def test_spread_over_replicates():
-    rng, names = np.random.default_rng(0), ['sft', 'a', 'b']
+    rng = np.random.default_rng(0)
+    names = ['sft', 'a', 'b']
     three = {c: 1.5 + .1*rng.normal(size=(3, 40, 3)) for c in COLUMNS} | dict(names=names)
     row = _simulation_table(three, 0).set_index('method').loc['b']
     means = 100*(three['crowd'][..., 2].mean(1) - 1)
@@ -129,7 +137,8 @@ def test_spread_over_replicates():
     r = _correlations(three, 0)
     each = [float(spearman(*(three[c][k].mean(0) for c in COLUMNS[:2]))) for k in range(3)]
     assert r['spearman_simulated_crowd'] == pytest.approx(np.mean(each))
-    assert r['gaining'] == 0 and 'spearman_simulated_crowd_gaining' not in r
+    assert r['gaining'] == 0
+    assert 'spearman_simulated_crowd_gaining' not in r
     one = three | {c: three[c][:1] for c in COLUMNS}
     assert 'crowd_sd' not in _simulation_table(one, 0)
 
@@ -138,14 +147,16 @@ def test_the_farm_runs_where_its_place_says(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(farm, 'run_jobs', lambda jobs, **where: asked.append(where) or ['no'])
     cfg = FarmConfig(place='ray', workers=3, runs=str(tmp_path/'runs'))
-    with pytest.raises(RuntimeError, match='no'): farm.run(cfg)
+    with pytest.raises(RuntimeError, match='no'):
+        farm.run(cfg)
     assert asked == [dict(workers=3, name='farm', place='ray')]
 
 
 def wait_for_end(processes):
     "Until all have ended; an orphan may remain as a zombie."
     def running(p): return p.is_running() and p.status() != psutil.STATUS_ZOMBIE
-    while any(map(running, processes)): time.sleep(.05)
+    while any(map(running, processes)):
+        time.sleep(.05)
 
 
 def test_jobs_end_with_their_parent_and_a_restart_goes_on(base, tmp_path):
@@ -166,7 +177,8 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(base, tmp_path):
     wait_for_end(started)   # the server writes nothing; it ends when nobody needs it
     assert not any(read_summary(f) for f in folders)
     assert tiny.spawn(command).communicate()[0].strip().split('\n')[-1] == '[]'
-    for f in folders: assert [r['step'] for r in read_log(f)] == list(range(1, 61))
+    for f in folders:
+        assert [r['step'] for r in read_log(f)] == list(range(1, 61))
 
 
 HOLDER = '''
@@ -181,42 +193,52 @@ signal.pause()   # until it is killed
 @pytest.mark.parametrize('ends', [True, False])
 def test_a_restart_waits_for_what_still_writes(tmp_path, monkeypatch, ends):
     "A line says so; if it does not end after that, it is an error."
-    run, said = tmp_path/'run', []
+    run = tmp_path/'run'
+    said = []
     with tiny.spawn([sys.executable, '-c', HOLDER, str(run)]) as other:
         def say(text):
             said.append(text)
-            if ends: other.kill()
+            if ends:
+                other.kill()
         monkeypatch.setattr(runs, 'print', say, raising=False)
         assert other.stdout.readline() == '1\n'
         if ends:
             runs._lock(run, patience=-1)   # as long as it takes
             runs.unlock(runs.lock_of(run/'run'))
         else:
-            with pytest.raises(RuntimeError, match='another process'): runs._lock(run, .3)
+            with pytest.raises(RuntimeError, match='another process'):
+                runs._lock(run, .3)
         other.kill()
-    assert len(said) == 1 and 'waiting for it to end' in said[0]
+    assert len(said) == 1
+    assert 'waiting for it to end' in said[0]
 
 
 @pytest.mark.parametrize('session', ['nbs/ppo.ipynb', ''])
 def test_a_curve_only_where_a_person_has_the_notebook_open(monkeypatch, session):
     "At most one update a second, small for a long run; under papermill the line alone."
-    if session: monkeypatch.setenv('JPY_SESSION_NAME', session)
-    else: monkeypatch.delenv('JPY_SESSION_NAME', raising=False)
+    if session:
+        monkeypatch.setenv('JPY_SESSION_NAME', session)
+    else:
+        monkeypatch.delenv('JPY_SESSION_NAME', raising=False)
     clock = itertools.count(0., 1e-3)   # 20 seconds in all
     monkeypatch.setattr(progress, 'time', SimpleNamespace(monotonic=lambda: next(clock)))
-    show, updates = progress.Progress('ppo', 20_000), []
+    show = progress.Progress('ppo', 20_000)
+    updates = []
     show.handle = SimpleNamespace(update=lambda data, raw: updates.append(data))
-    for step in range(1, 20_001): show(step, 'reward 0.5', .5 + step % 7)
+    for step in range(1, 20_001):
+        show(step, 'reward 0.5', .5 + step % 7)
     assert len(updates) in (20, 21)
     assert updates[-1]['text/plain'] == 'ppo 20000/20000 reward 0.5'
     drawn = updates[-1].get('text/html', '')
-    assert ('<polyline' in drawn) == bool(session) and len(drawn) < 8000
+    assert ('<polyline' in drawn) == bool(session)
+    assert len(drawn) < 8000
 
 
 @pytest.mark.parametrize('n, factor, logs', [(12, 1., 0), (12, 5., 0), (12, 8., 1), (1, 5., 0)])
 def test_the_time_left_learns_from_the_runs(tmp_path, monkeypatch, capfd, n, factor, logs):
     "Two at a time, of ten declared seconds that are `factor` times as many; best with a log."
-    clock, shown = SimpleNamespace(now=1000.), []
+    clock = SimpleNamespace(now=1000.)
+    shown = []
     clock.monotonic, clock.time = lambda: clock.now, lambda: clock.now
     clock.sleep = lambda seconds: vars(clock).update(now=clock.now + seconds)
     monkeypatch.setattr(jobs, 'time', clock)
@@ -239,14 +261,17 @@ def test_the_time_left_learns_from_the_runs(tmp_path, monkeypatch, capfd, n, fac
     table = [jobs.Job(str(tmp_path/f'run_{k}'), 'sft') for k in range(n)]
     assert jobs.run_jobs(table, name='toys', place='toys') == []
     whole = clock.now - 1000
-    if n == 1: return   # nothing is learned from yet
+    if n == 1:
+        return   # nothing is learned from yet
     assert whole == pytest.approx(60*factor, rel=.1)
     for now, left in shown:
-        over, true = (now - 1000)/whole, 1000 + whole - now
+        over = (now - 1000)/whole
+        true = 1000 + whole - now
         if (.02 if logs else .4) < over < .9:
             assert left == pytest.approx(true, rel=.3 if logs else .7, abs=3*factor), over
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 12 and lines[0].startswith(f'toys 2/12: run_0 took {10*factor:.0f} s, ')
+    assert len(lines) == 12
+    assert lines[0].startswith(f'toys 2/12: run_0 took {10*factor:.0f} s, ')
     assert lines[-1] == f'toys 12/12: run_11 took {10*factor:.0f} s'
 
 
@@ -262,6 +287,7 @@ def test_a_run_that_ends_is_told_where_there_is_no_terminal(base, tmp_path):
     process = tiny.spawn(tiny.papermill(tmp_path/'a.ipynb', tmp_path/'b.ipynb'))
     lines = process.communicate()[0].splitlines()
     ended = [line for line in lines if line.startswith('toys ') and ' took ' in line]
-    assert process.returncode == 0 and len(ended) == 2
+    assert process.returncode == 0
+    assert len(ended) == 2
     assert any('labels took' in line for line in ended)
     assert any('none took' in line and 'FAILED' in line for line in ended)

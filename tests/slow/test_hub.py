@@ -131,8 +131,8 @@ def test_configurations_and_layouts(hub):
     assert best(got['hh eval'][0]) == 'Yes? helpful-base test'
     assert [r['prompt'] for r in got['binarized sft']] == ['train_sft 0', 'train_sft 1']
     assert [best(r) for r in got['binarized']] == ['Yes?', 'Yes?']
-    assert (got['candidates'][0]['output'], got['candidates'][0]['scores']) == (['aa', 'bb'],
-        [8.5, 3.])
+    assert got['candidates'][0]['output'] == ['aa', 'bb']
+    assert got['candidates'][0]['scores'] == [8.5, 3.]
     assert got['columns'][0]['output'] == '2'
 
 

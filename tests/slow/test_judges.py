@@ -48,13 +48,16 @@ def test_every_form_of_verdict_comes_through(tmp_path, spec, options):
         sure = .9 if spec.startswith('weighted') else 1.
         want = [y + (1 - sure)*(3 - 2*y) for y in longer(pairs(23))]
         assert judge(pairs(23)) == pytest.approx(want)
-        assert judge(pairs(23)) == pytest.approx(want) and len(server.requests()) == 23
-        assert (judge.client.tally.asked, judge.client.tally.known) == (23, 23)
+        assert judge(pairs(23)) == pytest.approx(want)
+        assert len(server.requests()) == 23
+        assert judge.client.tally.asked == 23
+        assert judge.client.tally.known == 23
 
 
 def test_prompts_of_five_pairs(tmp_path):
     "The server says five times what it thinks of the last of five; sums fill the last prompt."
-    spec, want = 'alpaca_farm_greedy_gpt4', longer(pairs(23))
+    spec = 'alpaca_farm_greedy_gpt4'
+    want = longer(pairs(23))
     with judge_server(template='Output ({letter})\n'*5) as server:
         found = made(server, tmp_path, spec)(pairs(23))
         assert found == [v for i in range(4, 20, 5) for v in [want[i]]*5] + [1.]*3
@@ -82,12 +85,15 @@ def test_faults_cost_no_label(tmp_path, name):
                      **given)
         if name in ('refusal', 'unparseable'):   # of which only sampling gives another answer
             judge.evaluator.decoding['temperature'] = 1.
-        found, counts = judge(pairs(60)), server.counts()
+        found = judge(pairs(60))
+        counts = server.counts()
     lost = [7] if name == 'context' else []
     want = [.8*y + .3 if soft else y for y in longer(pairs(60))]
-    for i in lost: want[i] = math.nan
+    for i in lost:
+        want[i] = math.nan
     assert found == pytest.approx(want, nan_ok=True), 'a label was lost or made up'
-    good, injected = counts['ok'], sum(counts.values()) - counts['ok']
+    good = counts['ok']
+    injected = sum(counts.values()) - counts['ok']
     assert injected and (slow or good == 60 - len(lost)), 'an answer was paid for twice'
     kept = injected if name in ('nologprobs', 'refusal', 'unparseable') else 0   # read, no verdict
     assert len(Store(tmp_path/'answers.sqlite')) == 60 - len(lost) + kept
@@ -99,9 +105,11 @@ def test_an_answer_without_a_verdict_is_asked_again_by_a_later_run(tmp_path, tem
     fields = dict(decoding=[f'temperature={temperature}'])
     broken = dict(unparseable=dict(p=0, always_for='Say word [1-9]\\.'))
     with judge_server(faults=broken) as server:
-        judge, n = made(server, tmp_path, **fields), 60 + 9*asks - 9
+        judge = made(server, tmp_path, **fields)
+        n = 60 + 9*asks - 9
         for _ in range(2):
-            assert np.isnan(judge(pairs(60))).sum() == 9 and len(server.requests()) == n
+            assert np.isnan(judge(pairs(60))).sum() == 9
+            assert len(server.requests()) == n
         assert len(judge.client.unread) == 2*9
         assert np.isnan(made(server, tmp_path, **fields)(pairs(60))).sum() == 9
         assert len(server.requests()) == n + 9*asks == len(Store(tmp_path/'answers.sqlite'))
@@ -117,7 +125,8 @@ def test_a_judge_that_answers_too_rarely_is_refused(tmp_path):
     with judge_server(faults=rare) as server:
         for times in (1, 2):
             judge = made(server, tmp_path)
-            with pytest.raises(ValueError, match='in 55 of its 60 answers') as e: judge(pairs(60))
+            with pytest.raises(ValueError, match='in 55 of its 60 answers') as e:
+                judge(pairs(60))
             assert judge.client.unread[-1]['said'] in str(e.value)
             assert len(server.requests()) == 5 + 55*times
         server.set(faults={})
@@ -133,14 +142,18 @@ def test_a_server_without_log_probs_is_named(tmp_path, n, match):
 
 
 def test_another_model_than_asked_for_is_named_once(tmp_path, capsys):
-    with judge_server(model='smollm2') as server: made(server, tmp_path)(pairs(9))
-    out = capsys.readouterr().out
-    assert out.count('answers as smollm2') == 1 and 'at most about' not in out
+    for model, said in (('judge-2024-08-06', 0), ('smollm2', 1)):
+        with judge_server(model=model) as server:
+            made(server, tmp_path, store=str(tmp_path/model))(pairs(9))
+        out = capsys.readouterr().out
+        assert out.count(f'answers as {model}') == said
+        assert 'at most about' not in out
 
 
 def test_killed_at_any_moment_it_loses_at_most_the_calls_in_flight(tmp_path):
     "Ten times, each after some requests; the last pair is not answered before the last start."
-    rng, n = np.random.default_rng(0), 400
+    rng = np.random.default_rng(0)
+    n = 400
     hangs = {'timeout': {'p': 0, 'always_for': f'Say word {n - 1}\\.'}}
     with judge_server(latency=.02, faults=hangs) as server:
         for _ in range(10):
@@ -148,10 +161,13 @@ def test_killed_at_any_moment_it_loses_at_most_the_calls_in_flight(tmp_path):
             seen = len(server.requests()) + min(left, rng.integers(9, 40))
             if not (pid := os.fork()):
                 try:
-                    for fd in (1, 2): os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+                    for fd in (1, 2):
+                        os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
                     made(server, tmp_path, concurrency=8)(pairs(n))
-                finally: os._exit(0)
-            while len(server.requests()) < seen: time.sleep(.01)
+                finally:
+                    os._exit(0)
+            while len(server.requests()) < seen:
+                time.sleep(.01)
             os.kill(pid, signal.SIGKILL)
             assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
         stored = len(Store(tmp_path/'answers.sqlite'))
@@ -254,7 +270,8 @@ def test_a_verdict_has_a_plain_form_and_nothing_else_is_read(style):
     "Of rejected, open and quoted answers none is a vote; a cut one counts where it ends with one."
     patterns, a, b = STYLES[style]
     e = replace(load_evaluators('chatgpt')[0], parser='letter_parser', parser_kwargs={})
-    if patterns: e = matching(patterns)
+    if patterns:
+        e = matching(patterns)
     def read(text, **more):
         answer = said(text.replace('{a}', a).replace('{b}', b))
         answer['choices'][0] |= more
@@ -307,10 +324,12 @@ def test_what_alpaca_farms_prompts_show_is_read_as_they_mean_it(annotator, text,
 
 
 def test_alpaca_evals_own_patterns_read_plain_verdicts():
-    folder, read = Path(find_spec('alpaca_eval').origin).parent/'evaluators_configs', 0
+    folder = Path(find_spec('alpaca_eval').origin).parent/'evaluators_configs'
+    read = 0
     for file in sorted(folder.glob('*/configs.yaml')):
         for name, entry in yaml.safe_load(file.read_text()).items():
-            kwargs, size = entry.get('completion_parser_kwargs') or {}, entry.get('batch_size', 1)
+            kwargs = entry.get('completion_parser_kwargs') or {}
+            size = entry.get('batch_size', 1)
             for key, pattern in kwargs.get('outputs_to_match', {}).items():
                 plain = re.sub(r'\(\?:[^)]*\)( \?)?|\(\?i\)', '', pattern).replace('\\n', '\n')
                 label = '\nNot bad:\n' + re.sub(r'\\(.)', r'\1', plain)
@@ -359,4 +378,5 @@ def test_prices_are_dated_and_extended_by_a_file(tmp_path):
     assert found == [3, 0, 11.25]
     for price in ('.nan', '.inf', '-1', '1'*400, 'yes'):
         own.write_text(f'mine: [1, {price}]')
-        with pytest.raises(ValueError, match='prices.yaml: mine needs'): ApiConfig(prices=str(own))
+        with pytest.raises(ValueError, match='prices.yaml: mine needs'):
+            ApiConfig(prices=str(own))

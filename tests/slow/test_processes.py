@@ -44,7 +44,8 @@ def answers(run):
 
 def assert_same_run(two, one):
     "The logs, weights and answers of two runs are equal within the error of float32."
-    a, b = read_log(two), read_log(one)
+    a = read_log(two)
+    b = read_log(one)
     assert len(a) == len(b) > 0
     for x, y in zip(a, b):
         assert x.keys() == y.keys()
@@ -55,7 +56,8 @@ def assert_same_run(two, one):
             assert close, (two, x['step'], k, x[k], y[k])
     a, b = (load_file(f'{run}/model/model.safetensors') for run in (two, one))
     assert a.keys() == b.keys()
-    for k in a: assert (a[k] - b[k]).abs().max() < 2e-4, k
+    for k in a:
+        assert (a[k] - b[k]).abs().max() < 2e-4, k
     assert answers(two) == answers(one)
 
 
@@ -87,7 +89,8 @@ def started(base, out):
     before = len(read_log(out))
     _, _, *module = tiny.command('sft', **settings('sft', base, out, **LONG))
     p = tiny.spawn([*TORCHRUN, '-m', *module])
-    while len(read_log(out)) < before + 3 and p.poll() is None: time.sleep(.05)
+    while len(read_log(out)) < before + 3 and p.poll() is None:
+        time.sleep(.05)
     children = psutil.Process(p.pid).children(recursive=True)
     return p, {int(c.environ()['RANK']): c for c in children if 'RANK' in c.environ()}
 
@@ -117,7 +120,8 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
     save = Trainer.save
     def stop(self):
         save(self)
-        if self.step == 7: raise Stop
+        if self.step == 7:
+            raise Stop
     with monkeypatch.context() as m, pytest.raises(Stop):
         m.setattr(Trainer, 'save', stop)
         sft.train(tiny.config(sft, **settings('sft', base, tmp_path/'sft', **LONG)))
@@ -139,7 +143,7 @@ import atexit
 from torch import distributed
 from alpaca_farm.run import processes
 from alpaca_farm.run.settings import HardwareConfig
-said = lambda: print('open' if distributed.is_initialized() else 'closed')
+def said(): return print('open' if distributed.is_initialized() else 'closed')
 atexit.register(said)   # the last of the handlers
 start = distributed.init_process_group
 distributed.init_process_group = lambda *a, **k: start(*a, **k, rank=0, world_size=1)

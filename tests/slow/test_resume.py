@@ -42,7 +42,7 @@ def without_times(folder):
 
 def same_run(a, b):
     "The same files, bit for bit where they are results; no temporary file among them."
-    names = lambda f: sorted(str(p.relative_to(f)) for p in f.rglob('*') if p.is_file())
+    def names(f): return sorted(str(p.relative_to(f)) for p in f.rglob('*') if p.is_file())
     assert names(a) == names(b)
     for name in names(a):
         results = name.endswith('.safetensors') or name.startswith('model') or name in RESULTS
@@ -61,7 +61,8 @@ def kill_at(step, notebook, given):
         while p.is_alive() and (not log.exists() or log.read_bytes().count(b'\n') < step):
             time.sleep(.002)
         assert p.is_alive(), f'{notebook} ended before step {step}:\n{output.read_text()}'
-    finally: p.kill()
+    finally:
+        p.kill()
     p.join()
     assert p.exitcode == -signal.SIGKILL
     return len(read_log(given['out']))
@@ -107,7 +108,8 @@ def test_killed_at_its_end(base, killed, tmp_path, monkeypatch, notebook):
     with monkeypatch.context() as m:
         m.setattr(training, 'SAVE_AFTER', 0)
         m.setattr(runs.Run, 'finish', full)
-        with pytest.raises(OSError): run()
+        with pytest.raises(OSError):
+            run()
     monkeypatch.setattr(training.Trainer, 'update', full)
     run()
     folder, jobs = killed
@@ -121,15 +123,19 @@ def die_at(train, cfg, function, name, count=1):
     if pid == 0:
         try:
             owner, attribute = function
-            real, seen = getattr(owner, attribute), []
+            real = getattr(owner, attribute)
+            seen = []
             def deadly(*args, **kwargs):
-                if Path(args[-1]).name == name: seen.append(1)
-                if len(seen) == count: os.kill(os.getpid(), signal.SIGKILL)
+                if Path(args[-1]).name == name:
+                    seen.append(1)
+                if len(seen) == count:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 return real(*args, **kwargs)
             setattr(owner, attribute, deadly)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             train(cfg)
-        finally: os._exit(1)
+        finally:
+            os._exit(1)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL, 'it was not killed'
 
 
@@ -218,8 +224,9 @@ print(*(notebook_hash(name) for name in ('dpo', 'ppo', 'world')))
 
 
 def test_an_edited_method_leaves_the_runs_of_others_alone(tmp_path):
-    "A module that all import does not; nor does a comment count."
-    for name in ('nbs', 'alpaca_farm'): shutil.copytree(tiny.ROOT/name, tmp_path/name)
+    "A core module that all import does not; nor does a comment count."
+    for name in ('nbs', 'alpaca_farm'):
+        shutil.copytree(tiny.ROOT/name, tmp_path/name)
     shutil.copy(tiny.ROOT/'settings.ini', tmp_path)
     def hashes():
         return subprocess.run([sys.executable, '-c', HASHES], cwd=tmp_path, text=True, check=True,
@@ -240,7 +247,8 @@ def test_edited_notebook(base, tmp_path):
     "The notebook knows the run of its export; with an edited loss it runs anew."
     given = tiny.settings('sft', base, out=str(tmp_path/'sft'))
     train('sft', base, tmp_path/'sft')
-    was, source = read_log(tmp_path/'sft'), (tiny.ROOT/'nbs'/'sft.ipynb').read_text()
+    was = read_log(tmp_path/'sft')
+    source = (tiny.ROOT/'nbs'/'sft.ipynb').read_text()
     old = 'return dict(loss=-logprobs(policy, batch))'
     assert source.count(old) == 1
     source = json.loads(source.replace(old, 'return dict(loss=-3*logprobs(policy, batch))'))
@@ -249,7 +257,8 @@ def test_edited_notebook(base, tmp_path):
             c['source'] = 'pass'
     (tmp_path/'edited.ipynb').write_text(json.dumps(source))
     for notebook in (tiny.ROOT/'nbs'/'sft.ipynb', tmp_path/'edited.ipynb'):
-        assert read_log(tmp_path/'sft') == was and not (tmp_path/'sft~1').exists()
+        assert read_log(tmp_path/'sft') == was
+        assert not (tmp_path/'sft~1').exists()
         status, output = tiny.run_notebook(notebook, tmp_path/'out.ipynb', given)
         assert status == 0, output
     assert read_log(tmp_path/'sft~1') == was
@@ -259,11 +268,13 @@ def test_edited_notebook(base, tmp_path):
 def test_one_writer_at_a_time(tmp_path):
     module = toy(tmp_path, 'toy_c', SOURCE)
     cfg = module.ToyConfig(out=str(tmp_path/'toy'))
-    run, late = runs.start(cfg, module.train), runs.start(cfg, module.train)
+    run = runs.start(cfg, module.train)
+    late = runs.start(cfg, module.train)
     run.load()
     run.finish()
     assert runs.start(cfg, module.train).done
-    with pytest.raises(RuntimeError, match='another process has written .*toy since'): late.load()
+    with pytest.raises(RuntimeError, match='another process has written .*toy since'):
+        late.load()
 
 
 WRITER = '''
@@ -286,7 +297,8 @@ def test_two_users_cannot_write_one_run(tmp_path, outdated):
     "Who has another cache folder, as in another container, and another path to the run."
     module = toy(tmp_path, 'toy_d', SOURCE)
     (tmp_path/'link').symlink_to(tmp_path)
-    if outdated: module.train(module.ToyConfig(out=str(tmp_path/'toy'), seed=1))
+    if outdated:
+        module.train(module.ToyConfig(out=str(tmp_path/'toy'), seed=1))
     def user(name, out):
         command = [sys.executable, '-c', WRITER, str(tmp_path), str(out)]
         p = subprocess.Popen(command, env=tiny.environment(XDG_CACHE_HOME=str(tmp_path/name)),
@@ -296,18 +308,22 @@ def test_two_users_cannot_write_one_run(tmp_path, outdated):
         return p
     def said(p):
         lines = [p.stdout.readline().strip()]
-        while lines[-1] not in ('started', 'writes', ''): lines.append(p.stdout.readline().strip())
+        while lines[-1] not in ('started', 'writes', ''):
+            lines.append(p.stdout.readline().strip())
         return lines
     def go(p):
         p.stdin.write('\n')
         p.stdin.flush()
-    one, two = user('a', tmp_path/'toy'), user('b', tmp_path/'link'/'toy')
+    one = user('a', tmp_path/'toy')
+    two = user('b', tmp_path/'link'/'toy')
     go(one)
     assert said(one)[-1] == 'writes'
-    assert 'another process is writing' in two.communicate('\n')[0] and two.returncode == 1
+    assert 'another process is writing' in two.communicate('\n')[0]
+    assert two.returncode == 1
     go(one)
     assert one.wait() == 0
-    assert read_summary(tmp_path/'toy') and (tmp_path/'toy~1').exists() == outdated
+    assert read_summary(tmp_path/'toy')
+    assert (tmp_path/'toy~1').exists() == outdated
     assert not list(tmp_path.rglob('.alpaca_farm*'))
 
 
@@ -318,7 +334,8 @@ def copied(base, tmp_path_factory):
     for name in ('world', 'sft', 'samples', 'annotators'):
         shutil.copytree(base/name, folder/name)
         (folder/name/'summary.json').write_text(json.dumps(read_summary(folder/name)))   # no hashes
-    for name in ('sft', 'reward_model'): train(name, base, folder/f'my_{name}')
+    for name in ('sft', 'reward_model'):
+        train(name, base, folder/f'my_{name}')
     return folder
 
 
@@ -347,7 +364,8 @@ def test_an_input_whose_own_inputs_changed_is_named(copied, tmp_path, capsys):
     config.write_text(json.dumps(old))
     runs.start(cfg_of('reward_model', tmp_path/'runs', tmp_path/'rm'), tiny.main('reward_model'))
     said = capsys.readouterr().out
-    assert 'was made before' in said and 'samples/candidates.json changed' in said
+    assert 'was made before' in said
+    assert 'samples/candidates.json changed' in said
 
 
 def test_a_users_modules_are_followed(tmp_path, monkeypatch):
