@@ -130,10 +130,10 @@ def board_text(
     folder: str,          # the run that made it
     latex: bool = False,  # in place of Markdown
 ) -> str:
-    "Write a board as Markdown or LaTeX, with the version, commit, seed and machine that made it."
+    "Write a board as Markdown or LaTeX, with the version, commit and seed that made it."
     made = run_config(folder)
     stamp = (f'alpaca_farm {made["versions"]["alpaca_farm"]}, commit {made["commit"]}, '
-             f'seed {made["settings"]["seed"]}, {made["machine"]}, {made["cores"]} cores')
+             f'seed {made["settings"]["seed"]}')
     board = board.reset_index(names='method').astype(object).fillna('').astype(str)
     if latex: return board.to_latex(index=False, escape=True, caption=stamp.replace('_', r'\_'))
     lines = [board.columns, ['---']*len(board.columns), *board.to_numpy()]
