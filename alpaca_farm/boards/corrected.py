@@ -120,7 +120,7 @@ class Plan(NamedTuple):
     without: float
     least: float       # half-width with every instruction labelled, in [0, 1]
 
-
+# %% ../../nbs/boards/corrected.ipynb #8c11f9a7
 def plan_labels(
     judge,                # verdicts in [0, 1] (N,); (N, 2) for the difference of two policies
     agreement: float,     # of a person with the judge: a guess, or of `judge_agreement`
