@@ -28,11 +28,12 @@ real: .venv/ready        ## the simulation on a real small model, into runs/real
 	$(BIN)/papermill nbs/farm.ipynb runs/real_farm.ipynb -p world runs/real --no-progress-bar --log-level ERROR
 	@echo 'Board: runs/real_farm.ipynb (make lab), runs/real_runs/farm/leaderboard.csv'
 
-fast: .venv/ready        ## before a commit, in a minute: exports, parameters cells, clean notebooks, names, the quick tests
+fast: .venv/ready        ## before a commit, in a minute: exports, parameters cells, clean notebooks, names, calls, the quick tests
 	$(BIN)/nbdev_export
 	$(BIN)/python tools/parameters.py
 	$(BIN)/nbdev_clean
 	$(BIN)/ruff check -q alpaca_farm tests tools
+	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' tests/fast
 
 test: .venv/ready        ## all tests, two files at a time

@@ -237,14 +237,15 @@ def _pool_name(step: int) -> str: return f'candidates-{step}.json' if step else 
 
 def _pool_ratios(policy, reference, pool, prompts, cfg) -> torch.Tensor:
     "Compute log pi - log pi_ref of all candidates of a pool, in nats."
-    rows = []
+    asked = []
+    answers = []
     for query, prompt in zip(pool, prompts):
         for answer in _candidate_tokens(query, policy.tokenizer, cfg.template):
-            rows.append((prompt, answer))
-    rows = list(zip(*rows))
+            asked.append(prompt)
+            answers.append(answer)
     temperature = cfg.temperature or 1.
-    logps = response_logprobs(policy, *rows, temperature)
-    return logps - response_logprobs(reference, *rows, temperature)
+    logps = response_logprobs(policy, asked, answers, temperature)
+    return logps - response_logprobs(reference, asked, answers, temperature)
 
 
 def _candidate_pool(
@@ -290,7 +291,8 @@ def rrhf_batch(
         rows += [([], [])] * (most - k)
         scores[i, :k] = torch.tensor(query['scores'], dtype=torch.float64)
         present[i, :k] = True
-    batch = collate(*zip(*rows), tokenizer.pad_token_id)
+    prompts, responses = zip(*rows)
+    batch = collate(prompts, responses, tokenizer.pad_token_id)
     batch = {name: x.view(*shape, -1) for name, x in batch.items()}
     best = scores.masked_fill(~present, -math.inf).argmax(1)
     weight = torch.ones(len(queries))

@@ -82,7 +82,9 @@ def estimate_strata(
     n = np.array([np.shape(y)[-1] for y, _, _ in strata])
     sizes = n + [np.shape(others)[-1] for _, _, others in strata]
     N = sizes.sum()
-    parts = [_estimate_stratum(*stratum, share) for stratum, share in zip(strata, sizes/N)]
+    parts = []
+    for (labels, judge, others), share in zip(strata, sizes/N):
+        parts.append(_estimate_stratum(labels, judge, others, share))
     judged, error, alone, alone_error, mean = map(np.stack, zip(*parts))   # (strata, ...)
     share = (sizes/N).reshape(-1, *[1]*(mean.ndim - 1))
     p = (share*mean).sum(0)
@@ -118,7 +120,7 @@ class Plan(NamedTuple):
     without: float
     least: float       # half-width with every instruction labelled, in [0, 1]
 
-
+# %% ../../nbs/boards/corrected.ipynb #8c11f9a7
 def plan_labels(
     judge,                # verdicts in [0, 1] (N,); (N, 2) for the difference of two policies
     agreement: float,     # of a person with the judge: a guess, or of `judge_agreement`

@@ -223,7 +223,8 @@ def _chosen(row, chosen, rejected, prompt=None):
                             ended=row.get(f'{name}_ended')))
     score = finite_number(row.get('score_chosen'))
     tie = score is not None and score == finite_number(row.get('score_rejected'))
-    return make_preference(fields, *answers, tie)
+    better, worse = answers
+    return make_preference(fields, better, worse, tie)
 
 
 def _chosen_turns(row, chosen, rejected, conversations):

@@ -40,7 +40,7 @@ def _read_number(row, name, where):
         at = f'{where}: the field {name!r}'
         raise ValueError(f'{at} is {row[name]!r:.60}, not a number') from None
 
-
+# %% ../../nbs/judging/label_files.ipynb #4aa4ae97
 _NAMES = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
 _KEPT = *PAIR_FIELDS, 'messages', *ENDED, *SYSTEM, *_NAMES
 
@@ -57,7 +57,7 @@ def _one_name(value):
     name = str(value).strip()
     return name if finite_number(name) is None else name.removesuffix('.0')
 
-
+# %% ../../nbs/judging/label_files.ipynb #8f115237
 def name_voter(
     row: dict,
     where: str = '',   # file and row; where given, a name must be a text or a number
@@ -68,12 +68,12 @@ def name_voter(
         return _one_name(_read_name(row, field, where) if where else row[field])
     return ''
 
-
+# %% ../../nbs/judging/label_files.ipynb #d416a05a
 def is_true(value) -> bool:
     "Tell whether a value is true, also where it is a text or number."
     return str(value).lower() in ('true', '1', '1.0')
 
-
+# %% ../../nbs/judging/label_files.ipynb #6ef7bd2c
 def _why_left_out(record):
     "Say why a labelled record is not used; empty if it is."
     if record.get('status') == 'discarded' or is_true(record.get('was_cancelled')):
@@ -113,7 +113,7 @@ def _short_name(spec):
     for suffix in FILE_SUFFIXES: name = name.removesuffix(suffix)
     return name.strip('*_')
 
-
+# %% ../../nbs/judging/label_files.ipynb #b03ead0b
 def _add_vote(votes, name, vote):
     "Add a vote to those on a pair, in the place of one of the same person; say which it replaces."
     before = votes.get(name, math.nan)
@@ -123,7 +123,7 @@ def _add_vote(votes, name, vote):
     if before == vote: return f'votes repeat one of {whose} on the same pair, and count once'
     return f'votes differ from one of {whose} on the same pair, and replace it'
 
-
+# %% ../../nbs/judging/label_files.ipynb #53e0f547
 def _read_labelled_pairs(rows, where, pairs):
     "Add the labelled pairs of a file's rows to `pairs`, by what identifies them; ValueError."
     if not rows: raise ValueError(f'{where}: the file holds no records')
@@ -158,7 +158,7 @@ def label_file(spec: str) -> Path | None:
     for suffix in FILE_SUFFIXES:
         if (path/f'preferences{suffix}').is_file(): return path/f'preferences{suffix}'
 
-
+# %% ../../nbs/judging/label_files.ipynb #1e09c052
 def label_files(spec: str) -> list[str]:
     "Find the files of a set, or the function that makes it; ValueError for neither."
     files = [label_file(f) for f in sorted(glob(str(at_root(spec))))]
@@ -169,7 +169,7 @@ def label_files(spec: str) -> list[str]:
     resolve(spec)
     return [spec]
 
-
+# %% ../../nbs/judging/label_files.ipynb #b83b7fc7
 def load_sets(specs: list[str]) -> dict[str, list[dict]]:
     "Read the labelled pairs of sets, by a short name, or the full one if the short is not unique."
     names = [_short_name(spec) for spec in specs]
@@ -192,7 +192,7 @@ class Verdicts(NamedTuple):
     price: float = math.nan     # dollars for 1,000 comparisons; nan where unknown
     time: float = math.nan      # seconds for 1,000 comparisons
 
-
+# %% ../../nbs/judging/label_files.ipynb #e172f251
 def per_thousand(values: list) -> float:
     "Give a thousand times the mean of the known values; nan when there are none."
     numbers = [v for v in values if v is not None]
@@ -210,7 +210,7 @@ def _llmbar_verdict(row, where):
                 gold=read_preference(row['gold'], where, 'gold'),
                 preference=read_preference(row['winner'], where, 'winner'))
 
-
+# %% ../../nbs/judging/label_files.ipynb #74578e84
 def _text_key(pair):
     "Make the key of a pair by its texts, in either order."
     return full_instruction(pair), *sorted((pair['output_1'], pair['output_2']))
@@ -228,7 +228,7 @@ def _record_verdict(record, judge, where):
         verdict[name] = None if unpaid else _read_number(record, field, where)
     return verdict
 
-
+# %% ../../nbs/judging/label_files.ipynb #b1a1aad8
 def _read_verdicts(file):
     "Read the verdicts of a file; ValueError naming row and field."
     rows = read_rows(file)
@@ -259,7 +259,7 @@ def _numbers_by_key(pairs):
             numbers.setdefault(key, []).append(j)
     return numbers
 
-
+# %% ../../nbs/judging/label_files.ipynb #7b787197
 def _as_it_stands(verdict, pair):
     "Return the order in which a pair was shown, and the preference in the pair's own order."
     if 'gold' in verdict and verdict['gold'] not in pair['votes'].values():
@@ -270,7 +270,7 @@ def _as_it_stands(verdict, pair):
     if exchanged: preference = 3 - preference
     return verdict.get('order', int(exchanged)), preference
 
-
+# %% ../../nbs/judging/label_files.ipynb #7c0bd92e
 def _match_verdicts(verdicts, pairs, what):
     "Gather the verdicts of one judge on those pairs of a set that it has compared, if any."
     numbers = _numbers_by_key(pairs)

@@ -56,7 +56,7 @@ def _vote_order(
     coin = hash_uniform(seed, 'order', vote, *pair_identity(pair)) < .5
     return int(coin ^ (pair['output_1'] <= pair['output_2']))
 
-
+# %% ../../nbs/judging/measures.ipynb #4cc64b5f
 def sample_votes(
     chance,             # (annotators, 2, pairs) probability of output_2, from `both_orders`
     pairs: list[dict],  # the same pairs
@@ -89,7 +89,7 @@ def _feature_preference(
     preferred = np.where(side > 0, y - 1, 2 - y)
     return float(preferred[counted].mean())
 
-
+# %% ../../nbs/judging/measures.ipynb #e0f35d06
 def length_sign(
     pairs: list[dict],      # records with output_1, output_2
     by: int = 30,           # differences of at most this many characters do not count
@@ -98,7 +98,7 @@ def length_sign(
     d = np.array([len(r['output_2']) - len(r['output_1']) for r in pairs])
     return np.where(np.abs(d) > by, d, 0)
 
-
+# %% ../../nbs/judging/measures.ipynb #801e7de3
 def has_list(text: str) -> bool:
     "Tell whether a line of `text` starts with a bullet or a number."
     return re.search(r'^\s*([-*•]|\d+[.)])\s', text, re.MULTILINE) is not None
@@ -124,7 +124,7 @@ def cast_votes(
         votes[k, order, i] = decide_vote(pairs[i], p[k, order, i], f'{seed} {k}')
     return votes
 
-
+# %% ../../nbs/judging/measures.ipynb #905bca44
 def people_votes(pairs: list[dict]) -> np.ndarray:
     "Put people's votes into a table (most votes on a pair, pairs), nan where there are fewer."
     most = max(len(p['votes']) for p in pairs)
@@ -145,7 +145,7 @@ def _cohen_kappa(
     if chance == 1: return math.nan
     return float((p.trace() - chance)/(1 - chance))
 
-
+# %% ../../nbs/judging/measures.ipynb #faf7ebaf
 def _krippendorff_alpha(
     votes,  # (raters, pairs) of 1, 1.5, 2; nan where there is none
 ) -> float:  # nan when there is nothing to compare, or only one class
@@ -170,7 +170,7 @@ class PairTraits(NamedTuple):
         "Select the traits of some pairs, by number."
         return PairTraits(*(trait[i] for trait in self))
 
-
+# %% ../../nbs/judging/measures.ipynb #5c9a986b
 def pair_traits(pairs: list[dict], seed: int = 0) -> PairTraits:
     "Find the traits of pairs; models have numbers if every pair names both and there are three."
     named = [[p.get('generator_1'), p.get('generator_2')] for p in pairs]
@@ -208,7 +208,7 @@ def _or_nan(measure, *votes):
     try: return measure(*votes)
     except ValueError: return math.nan
 
-
+# %% ../../nbs/judging/measures.ipynb #e0ea8cc9
 def _four_votes(votes, orders):
     """Choose four votes on each pair (or as many as annotators), each in the order of its coin;
     all votes of a judge who was asked in one order."""
@@ -221,7 +221,7 @@ def _four_votes(votes, orders):
         row[:] = votes[k % annotators, order, every_pair]
     return chosen
 
-
+# %% ../../nbs/judging/measures.ipynb #d88c27df
 def _order_measures(votes):
     "Measure how far votes depend on the order, on pairs with a vote in each."
     both = ~np.isnan(votes[:, 0] + votes[:, 1])
@@ -232,7 +232,7 @@ def _order_measures(votes):
     consistency = _share((one == two).sum(), len(one))
     return dict(consistency=consistency, first=_share(first, no_ties))
 
-
+# %% ../../nbs/judging/measures.ipynb #a3cbc8dd
 def _rank_correlation(counts, people_counts, models):
     "Spearman's correlation of the models' shares of votes; nan for fewer than three models."
     judge = _win_shares(counts, models)
@@ -277,7 +277,7 @@ def judge_measures(
         measures['spearman'] = _rank_correlation(counts, people_counts, traits.models)
     return measures
 
-
+# %% ../../nbs/judging/measures.ipynb #bde6ffdc
 def people_measures(people, traits: PairTraits) -> dict:
     "Compute the people's own measures; `pairwise`: how often two votes on a pair are the same."
     counts = one_hot_votes(people).sum(0)

@@ -21,7 +21,7 @@ def verdict_text(answer: dict) -> str:
     fenced = re.fullmatch(r'```[\w-]*\n(.*?)\n?```', text, re.DOTALL)
     return fenced[1].strip() if fenced else text
 
-
+# %% ../../nbs/judging/parsers.ipynb #eb506fe6
 def without_echo(answer: dict, texts: list[str]) -> dict:
     "Take out of an answer the sentences of more than two words that it repeats from `texts`."
     said = own = answer_text(answer)
@@ -82,7 +82,7 @@ def _find_labels(text: str, patterns: dict) -> list[_Found]:
             found.append(_Found(match.end(), match[0].strip(), float(preference)))
     return sorted(found)
 
-
+# %% ../../nbs/judging/parsers.ipynb #663e705b
 def _is_plain(text: str, found: _Found, one_line: bool, cut_off: bool) -> bool:
     "Tell whether a label stands in a plain sentence, and at the end if the answer was cut off."
     before = re.split(r'[.!]\s+|\n', text[:found.start])[-1]
@@ -91,7 +91,7 @@ def _is_plain(text: str, found: _Found, one_line: bool, cut_off: bool) -> bool:
     if cut_off and re.search(r'\w', behind): return False
     return bool(_BEFORE.fullmatch(before) and _BEHIND.fullmatch(behind))
 
-
+# %% ../../nbs/judging/parsers.ipynb #52747bef
 def _regex_parser(answer, size, outputs_to_match):
     """Read the preferences of the patterns that match, in a plain sentence each; nan for all
     otherwise. The answer on one pair may name its label several times, or give a reason."""
@@ -129,7 +129,7 @@ def _ranking_parser(answer, size, model_1_name='model_1'):
     "Read a ranking written as Python's list."
     return _read_ranking(ast.literal_eval(verdict_text(answer)), model_1_name)
 
-
+# %% ../../nbs/judging/parsers.ipynb #2edb078a
 def _read_object(answer):
     "Read the fields of an answer that is one JSON object alone."
     return json.loads(verdict_text(answer), object_pairs_hook=unique_fields)
@@ -154,7 +154,7 @@ def _scores_parser(answer, size):
     if first == second: return [1.5]
     return [2. if second > first else 1.]
 
-
+# %% ../../nbs/judging/parsers.ipynb #a592835f
 def _json_parser(answer, size, key, values=None):
     "Read a field of an answer that is one JSON object: a preference, or a key of `values`."
     value = _read_object(answer)[key]

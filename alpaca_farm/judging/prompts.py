@@ -26,7 +26,7 @@ def _is_yaml(path):
     "Tell whether a path is a YAML file that is there."
     return os.path.isfile(path) and path.suffix in ('.yaml', '.yml')
 
-
+# %% ../../nbs/judging/prompts.ipynb #6348395b
 def judge_config_file(spec: str) -> Path | None:
     "Find the YAML file of a configuration: by file, folder, name or `task/question`."
     here = at_root(spec)
@@ -77,7 +77,7 @@ def _check_entry(entry, where):
     if not (model and isinstance(model, str)):
         raise ValueError(f'{where}: model_name is {model!r:.60}, not a name')
 
-
+# %% ../../nbs/judging/prompts.ipynb #bf3a6eeb
 def read_judge_config(file: Path) -> dict[str, dict]:
     "Read the entries of a configuration by annotator; ValueError naming what is wrong."
     file = Path(file)
@@ -104,7 +104,7 @@ def suggest_names(spec: str) -> str:
         names.append('AlpacaEval\'s too after pip install alpaca-eval==0.6.6 "setuptools<82"')
     return f'. There are {", ".join(names)}'
 
-
+# %% ../../nbs/judging/prompts.ipynb #a935a53c
 def model_kind(path) -> str:
     "Tell whether a checkpoint, run or GGUF file has a 'reward' or 'language' model; '' for none."
     if at_root(path).suffix == '.gguf': return 'language'
@@ -115,7 +115,7 @@ def model_kind(path) -> str:
             if 'CausalLM' in name or 'LMHead' in name: return 'language'
     return ''
 
-
+# %% ../../nbs/judging/prompts.ipynb #c4259258
 def is_population(spec: str) -> bool:
     "Tell whether a name is that of a file of judges in a world's folder: an object, not records."
     file = at_root(spec)

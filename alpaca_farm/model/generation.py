@@ -423,7 +423,11 @@ def generate(
         row = {prompt: j for j, prompt in enumerate(distinct)}
         rows = [row[job.prompt] for job in batch]
         if temperature:
-            u = np.stack([_uniform_stream(seed, *job[:3], max_new_tokens) for job in batch])
+            streams = []
+            for job in batch:
+                stream = _uniform_stream(seed, job.prompt, job.occurrence, job.k, max_new_tokens)
+                streams.append(stream)
+            u = np.stack(streams)
         written = _write_batch(policy, distinct, rows, u, max_new_tokens, ends, choice, fixed)
         return [cut_sample(tokens, logps, ends) for tokens, logps in zip(*written)]
 

@@ -81,8 +81,8 @@ def score_records(
     config = policy.config
     scores = np.zeros(len(records))
     batches = answer_batches(prompts, answers, *pass_limits(policy, batch_size))
-    for rows, *both in passes('scores', batches):
-        batch = collate(*both, policy.tokenizer.pad_token_id)
+    for rows, asked, answered in passes('scores', batches):
+        batch = collate(asked, answered, policy.tokenizer.pad_token_id)
         ids, mask, response = (batch[k].to(policy.device) for k in ('ids', 'mask', 'response'))
         if policy.score is not None:
             with policy.on(): found = sequence_scores(policy, ids, mask, response)

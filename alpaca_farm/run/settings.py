@@ -306,9 +306,10 @@ def defaults_by_size(self: Config) -> dict:
     weights = count_weights(spec) or (1e6 if spec == getattr(type(self), name, '') else 7e9)
     self.weights_counted = weights
     found = {}
-    for name, pair in sized_defaults(type(self)).items():
+    adapter = getattr(self, 'lora_rank', 0) > 0
+    for name, (toy, large) in sized_defaults(type(self)).items():
         if name not in self.left_open: continue
-        found[name] = default_of(name, *pair, weights, getattr(self, 'lora_rank', 0) > 0)
+        found[name] = default_of(name, toy, large, weights, adapter)
     return found
 
 # %% ../../nbs/run/settings.ipynb #10d9b4bf

@@ -78,13 +78,13 @@ def _check_judges(world: World, where: str):
         if ':' in name: resolve(name)
         else: check_annotators(f'{where}: {role}', name)
 
-
+# %% ../../nbs/worlds/folder.ipynb #23b0c5fc
 def check_sizes(where: str, sizes: dict):
     "Check that sizes are of runs or notebooks of the farm; TypeError for another name."
     farm = {name: row for name, row in recipes().items() if row['farm']}
     refuse_unknown(where, sizes, [*farm, *(row['notebook'] for row in farm.values())])
 
-
+# %% ../../nbs/worlds/folder.ipynb #b1f21109
 def check_world(world: World):
     "Check that a world has what a farm needs; ValueError naming what it lacks."
     where = f'{world.folder}/world.json'
@@ -104,7 +104,7 @@ def check_world(world: World):
         if not any((at_root(world.folder)/f'{split}{s}').is_file() for s in FILE_SUFFIXES):
             raise ValueError(f'world = {world.folder}: the split {split} is missing')
 
-
+# %% ../../nbs/worlds/folder.ipynb #e95eeda2
 def read_world(folder: str) -> World:
     "Read and check a world's folder; ValueError naming what is wrong."
     file = at_root(folder)/'world.json'

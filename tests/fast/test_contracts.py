@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from configparser import ConfigParser
 from graphlib import TopologicalSorter
 
@@ -239,3 +240,11 @@ def test_ci_installs_the_pinned_versions_by_their_hashes():
     parser.read(tiny.ROOT/'settings.ini')
     wanted = ' '.join(parser['DEFAULT'][f'{part}requirements'] for part in ('', 'dev_', 'docs_'))
     assert {named(w) for w in wanted.split()} <= {named(v) for v in found}
+
+
+def test_what_nbdev_reads_is_the_same_in_both_files():
+    parser = ConfigParser(delimiters=['='])
+    parser.read(tiny.ROOT/'settings.ini')
+    settings = tomllib.loads((tiny.ROOT/'pyproject.toml').read_text())['tool']['nbdev']
+    for name, value in settings.items():
+        assert parser['DEFAULT'][name] == str(value), name

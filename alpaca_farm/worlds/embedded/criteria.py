@@ -81,7 +81,7 @@ def answer_matrix(records: list[dict], field: str = 'output') -> np.ndarray:
         rows.append(marks(request, r[field]))
     return np.array(rows, float).reshape(-1, len(COLUMNS))
 
-
+# %% ../../../nbs/worlds/embedded/criteria.ipynb #9b173b10
 def utility(records: list[dict]) -> list[float]:
     "Compute the hidden utility $U$ of each record's `output`."
     return (answer_matrix(records) @ QUALITY).tolist()

@@ -33,7 +33,7 @@ def mark_difference(pairs: list[dict]) -> np.ndarray:
     "Subtract the marks of the first answers from those of the second: (pairs, COLUMNS)."
     return answer_matrix(pairs, 'output_2') - answer_matrix(pairs, 'output_1')
 
-
+# %% ../../../nbs/worlds/embedded/crowd.ipynb #9b4ca395
 @dataclass(frozen=True)
 class Annotator:
     "A member of the crowd or a judge of the pool, who compares answers."
@@ -115,7 +115,7 @@ def _sample(
     chance = float(temperature*rng.uniform(.7, 1.3))
     return Annotator(name, tuple(weights.tolist()), bias, chance, group=group, **beliefs)
 
-
+# %% ../../../nbs/worlds/embedded/crowd.ipynb #2718cacc
 def sample_crowd(
     seed: int = 0,
     name: str = 'crowd',        # or held_out_crowd
@@ -130,7 +130,7 @@ def sample_crowd(
     members = [_sample(rng, f'member {i + 1}', f'{name} {seed}', **traits) for i in range(_CROWD)]
     return Population(name, members)
 
-
+# %% ../../../nbs/worlds/embedded/crowd.ipynb #c0e5ce5a
 def sample_pool(
     seed: int = 0,
     fidelity: float = .8,    # likeness to the crowd; at 1 the judges read as it does
@@ -155,7 +155,7 @@ def write_population(path, population: Population):
     rows = [asdict(a) | dict(weights=dict(zip(COLUMNS, a.weights))) for a in population.annotators]
     write_json(path, dict(name=population.name, annotators=rows))
 
-
+# %% ../../../nbs/worlds/embedded/crowd.ipynb #67d07e95
 _EXACT = ConfigDict(extra='forbid', allow_inf_nan=False, strict=True)   # a text is no number
 _Weights = create_model('_Weights', __config__=_EXACT, **dict.fromkeys(COLUMNS, (float, ...)))
 _traits = {f.name: (f.type, ... if f.default is MISSING else f.default) for f in fields(Annotator)}

@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     sentence: str     # and in a sentence
     right: dict       # thing: its right answers
 
-
+# %% ../../../nbs/worlds/embedded/grammar.ipynb #76c4288d
 def _fact(name: str) -> dict:
     return {animal: (row[FACTS.index(name)],) for animal, row in ANIMALS.items()}
 
@@ -39,7 +39,7 @@ def _sums() -> dict:
         for j in range(1, 4): sums[f'{NUMBERS[i]} plus {NUMBERS[j]}'] = (NUMBERS[i + j],)
     return sums
 
-
+# %% ../../../nbs/worlds/embedded/grammar.ipynb #27c2ccdb
 KINDS = {
     'home': Kind(
         .11, ('Where does {x:a} live?', 'What is the home of {x:a}?', 'Where can I meet {x:a}?'),
@@ -87,7 +87,7 @@ def sample_request(rng: random.Random, asker: str = '') -> dict:
                 before=rng.choice(ASKERS[asker]), question=rng.choice(kind.questions),
                 after=rng.choice(AFTER))
 
-
+# %% ../../../nbs/worlds/embedded/grammar.ipynb #5b95b9bc
 def render(spec: dict) -> dict:
     "Write the record of a request, with `instruction` and `input`."
     question = fill(spec['question'], x=spec['thing'])
@@ -107,7 +107,7 @@ def _all_questions() -> dict[str, dict]:
 
 _QUESTIONS = _all_questions()
 
-
+# %% ../../../nbs/worlds/embedded/grammar.ipynb #6eb9dfae
 def _who_asks(text: str) -> dict:
     "Read the asker off a request's first sentence, `before`; empty if it is none of theirs."
     for asker, sentences in ASKERS.items():
@@ -127,7 +127,7 @@ def parse(instruction: str) -> dict:
         raise ValueError(f'{instruction!r} is not a request of the embedded world.')
     return _QUESTIONS[question] | who | dict(after=after)
 
-
+# %% ../../../nbs/worlds/embedded/grammar.ipynb #54d00b2e
 def request_of(record: dict) -> dict:
     "Specify the request of a record; ValueError if it is not of this world."
     return parse(f"{record['instruction']} {record.get('input') or ''}")

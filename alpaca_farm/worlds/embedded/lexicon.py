@@ -101,7 +101,7 @@ def fill(template: str, /, **slots) -> str:
     "Fill the slots of a template; `{x:a}` puts the article before a word."
     return template.format(**{k: _Word(v) for k, v in slots.items()})
 
-
+# %% ../../../nbs/worlds/embedded/lexicon.ipynb #90ede4ba
 def capitalise(sentence: str) -> str:
     "Begin a sentence with a capital letter, and leave the rest as it is."
     return sentence[0].upper() + sentence[1:]

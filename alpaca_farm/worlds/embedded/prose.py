@@ -25,7 +25,7 @@ def describe(rng: random.Random) -> str:
     sentences[0] = sentences[0].replace('it', subject, 1)
     return ' '.join(map(capitalise, sentences))
 
-
+# %% ../../../nbs/worlds/embedded/prose.ipynb #a174641c
 def talk(rng: random.Random) -> str:
     "Let somebody ask and somebody know."
     kinds = list(KINDS.values())
@@ -38,7 +38,7 @@ def talk(rng: random.Random) -> str:
     answer = capitalise(fill(form, v=value))
     return f'"{question}" asked {one}. "{answer}" said {other}.'
 
-
+# %% ../../../nbs/worlds/embedded/prose.ipynb #7072fd22
 def _say(rng: random.Random, *sentences: str) -> str:
     "Let somebody say some sentences."
     text = ' '.join(sentences)
@@ -56,7 +56,7 @@ def _chat(rng: random.Random) -> str:
     one, two = rng.sample(list(PHRASES), 2)
     return _say(rng, rng.choice(PHRASES[one]), rng.choice(PHRASES[two]))
 
-
+# %% ../../../nbs/worlds/embedded/prose.ipynb #203b0167
 _TEXTS = {
     describe: .2,   # share of the texts
     talk: .65,
