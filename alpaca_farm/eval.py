@@ -63,12 +63,38 @@ def read_models(cfg: EvalConfig) -> dict:
     return common_prompts(methods)
 
 # %% ../nbs/eval.ipynb #9dc79a4a
-def _correction_lines(judge: str, preferences: dict, labels: dict) -> list[str]:
-    "What people's labels say of a judge's preferences by model: sentences."
+def _tell_corrections(run, judge: str, preferences: dict, labels: dict):
+    "Write and print what people's labels say of a judge's preferences by model."
     lines = []
     for model, own in labels.items():
         lines += explain_win_rate(model, judge, preferences[model], own)
-    return lines + explain_differences(preferences, labels)
+    lines += explain_differences(preferences, labels)
+    run.write('corrections.json', lines)
+    print(*lines, sep='\n')
+
+# %% ../nbs/eval.ipynb #36c159f4
+def _write_preferences(run, judged: dict):
+    "Write each judge's preferences and votes, by model."
+    written = {}
+    for judge, (expected, votes) in judged.items():
+        written[judge] = expected
+        if votes: written[f'{judge}_votes'] = votes
+    for judge, by_model in written.items():
+        written[judge] = {model: p.round(6).tolist() for model, p in by_model.items()}
+    run.write('preferences.json', written)
+
+
+def _write_judge_board(run, judge: str, preferences: dict, methods: dict) -> dict[str, float]:
+    "Write a judge's board with AlpacaEval's columns; return length-controlled rates and gaps."
+    references = methods['reference']
+    rows = alpaca_eval_rows(preferences, methods, references, judge, run.cfg.reference)
+    file = re.sub(r'[^\w.-]+', '-', judge).strip('-')
+    write_csv(run, f'leaderboard_{file}.csv', rows, index=True, float_format=None)
+    figures = {}
+    for model, rate in rows.length_controlled_winrate.items():
+        figures[f'{model}_{judge}_length_controlled'] = float(rate)
+    figures[f'{judge}_unanswered'] = int(rows.n_unanswered.sum())
+    return figures
 
 # %% ../nbs/eval.ipynb #9dc79a4c
 @makes_run(EvalConfig)
@@ -89,32 +115,20 @@ def run(cfg: EvalConfig, run: Run):
     board = leaderboard(judged, methods, cfg.reference, seed=cfg.seed, labels=labels)
     if labels:
         first = next(iter(judges))
-        lines = _correction_lines(first, judged[first].expected, labels)
-        run.write('corrections.json', lines)
-        print(*lines, sep='\n')
+        _tell_corrections(run, first, judged[first].expected, labels)
     for step, row in enumerate(board.to_dict('records'), 1): run.log(step, **row)
     write_csv(run, 'leaderboard.csv', board)
     write_figure(run, 'leaderboard.png', leaderboard_figure(board))
-    rounded = {}
-    for judge, (expected, votes) in judged.items():
-        for name, rows in ((judge, expected), (f'{judge}_votes', votes)):
-            if rows: rounded[name] = {model: p.round(6).tolist() for model, p in rows.items()}
-    run.write('preferences.json', rounded)
     figures = rank_agreement(judged, seed=cfg.seed)
     numbers = board.set_index('method').select_dtypes('number')
     for method, row in numbers.to_dict('index').items():
-        figures |= {f'{method}_{column}': value for column, value in row.items()}
+        for column, value in row.items(): figures[f'{method}_{column}'] = value
 
-    # the tables and the costs of each judge
-    clients = {}
+    # each judge's own
+    _write_preferences(run, judged)
+    clients = []
     for name, judge in judges.items():
-        rows = alpaca_eval_rows(judged[name].expected, methods, references, name, cfg.reference)
-        file = re.sub(r'[^\w.-]+', '-', name).strip('-')
-        write_csv(run, f'leaderboard_{file}.csv', rows, index=True, float_format=None)
-        for model, rate in rows.length_controlled_winrate.items():
-            figures[f'{model}_{name}_length_controlled'] = float(rate)
-        figures[f'{name}_unanswered'] = int(rows.n_unanswered.sum())
-        clients |= {id(client): client for client in api_clients(judge)}
-    costs = usage_totals(list(clients.values()))
-    return dict(instructions=len(references), **costs, **figures,
+        figures |= _write_judge_board(run, name, judged[name].expected, methods)
+        clients += [client for client in api_clients(judge) if client not in clients]
+    return dict(instructions=len(references), **usage_totals(clients), **figures,
                 references_per_instruction=len(output_texts(references[0])))

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['LookAtDataConfig', 'Part', 'read_parts', 'count_tokens', 'long_records', 'odd_texts', 'unread_columns', 'odd_columns',
            'odd_dialogues', 'odd_answers', 'repeated_rows', 'shared_prompts', 'collect_votes', 'first_preferred',
-           'score_leads', 'contradicted_labels', 'ranks_as_scores', 'alike_names', 'odd_labels', 'find_odd',
-           'training_command', 'lengths_figure', 'labels_figure', 'scores_figure', 'votes_figure', 'shared_figure',
-           'run']
+           'score_leads', 'contradicted_labels', 'ranks_as_scores', 'odd_labels', 'find_odd', 'training_command',
+           'lengths_figure', 'labels_figure', 'run']
 
 # %% ../nbs/look_at_data.ipynb #100ka004
 import json, re, shlex
@@ -370,23 +369,11 @@ def ranks_as_scores(records: list[dict]) -> bool:
         if sorted(scores) != list(range(1, len(scores) + 1)): return False
     return True
 
-
-def alike_names(names) -> list[list[str]]:
-    "List the names that differ in case and space only."
-    alike = {}
-    for name in sorted(names):
-        plain = ''.join(name.lower().split())
-        alike.setdefault(plain, []).append(name)
-    return [same for same in alike.values() if len(same) > 1]
-
 # %% ../nbs/look_at_data.ipynb #404d6743
 def _odd_votes(records):
     "Yield a sentence and the rows for votes that one annotator gave twice, and how many agree."
     pairs, again = collect_votes(records)
     if again: yield f'{len(again)} votes are a second one of the same annotator on a pair', again
-    names = {name for p in pairs for name in p['votes']}
-    for same in alike_names(names):
-        yield f'the annotators {", ".join(map(repr, same))} count as different ones', []
     several = [p for p in pairs if len(p['votes']) > 1]
     if not several: return
     people = people_measures(people_votes(several), pair_traits(several))
@@ -492,76 +479,23 @@ def lengths_figure(
 
 
 def labels_figure(part: Part):
-    "Draw how often each label occurs; None without labels."
+    "Draw how often each label occurs."
     import matplotlib.pyplot as plt
-    if part.kind != 'preference': return
-    fig, ax = plt.subplots(figsize=(4, 2.6), layout='constrained')
-    p = [r['preference'] for r in part.records]
-    ax.hist(p, np.linspace(.95, 2.05, 12), color='C0')
+    labels = [r['preference'] for r in part.records]
+    ties = sum(label == 1.5 for label in labels)
+    title = f'{ties:,} ties among {len(labels):,} labels'
     share = first_preferred(part.records)
-    title = f'{sum(v == 1.5 for v in p):,} ties among {len(p):,} labels'
-    if share and not part.by_coin:
-        ends = f'[{share.low:.1%}, {share.high:.1%}]'
-        title += f';\nthe first answer is better in {share.value:.1%} {ends}'
     if part.by_coin: title += ';\nwhich answer is the first is drawn by a coin'
+    elif share:
+        title += (f';\nthe first answer is better in {share.value:.1%} '
+                  f'[{share.low:.1%}, {share.high:.1%}]')
+    fig, ax = plt.subplots(figsize=(4, 2.6), layout='constrained')
+    ax.hist(labels, np.linspace(.95, 2.05, 12), color='C0')
     ax.set(xlabel='label (1: the first answer is better)', ylabel='pairs')
     ax.set_title(title, fontsize=9)
     return fig
 
-
-def scores_figure(part: Part):
-    "Draw by how much chosen answers have the higher score; None without scores."
-    import matplotlib.pyplot as plt
-    leads = score_leads(part.records)
-    if not leads: return
-    fig, ax = plt.subplots(figsize=(4, 2.6), layout='constrained')
-    ax.hist(leads.values(), 30)
-    ax.axvline(0, color='C3', ls='--', lw=1)
-    lower = sum(lead < 0 for lead in leads.values())
-    ax.set(xlabel='score of the chosen answer minus the other\'s', ylabel='pairs')
-    ax.set_title(f'{lower:,} of {len(leads):,} chosen answers have the lower score', fontsize=9)
-    return fig
-
-
-def votes_figure(part: Part):
-    "Draw how several votes on a pair are divided; None where no pair has several."
-    import matplotlib.pyplot as plt
-    if part.kind not in ('preference', 'pair'): return
-    votes = [[*p['votes'].values()] for p in collect_votes(part.records)[0]]
-    shares = [np.mean(v) - 1 for v in votes if len(v) > 1]
-    if not shares: return
-    fig, ax = plt.subplots(figsize=(4, 2.6), layout='constrained')
-    ax.hist(shares, np.linspace(-.05, 1.05, 12))
-    same = np.mean([s in (0, 1) for s in shares])
-    ax.set(xlabel='share of the votes for the second answer', ylabel='pairs with several votes')
-    ax.set_title(f'all votes are the same on {same:.0%} of {len(shares):,} pairs', fontsize=9)
-    return fig
-
-
-def shared_figure(parts: list[Part]):
-    "Draw how many prompts any two splits share; None for a single one."
-    import matplotlib.pyplot as plt
-    if len(parts) < 2: return
-    prompts = [{_plain_prompt(r) for r in part.records} for part in parts]
-    table = np.array([[len(a & b) for b in prompts] for a in prompts])
-    size = 2.6 + .7*len(parts), 1.6 + .5*len(parts)
-    fig, ax = plt.subplots(figsize=size, layout='constrained')
-    ax.imshow(table/table.diagonal()[:, None], cmap='Blues', vmin=0, vmax=1, aspect='auto')
-    for (i, j), n in np.ndenumerate(table):
-        dark = n > .6*table[i, i]
-        ax.text(j, i, f'{n:,}', ha='center', va='center', fontsize=8, color='w' if dark else 'k')
-    names = [part.name for part in parts]
-    ax.set_xticks(range(len(parts)), names, rotation=30, ha='right')
-    ax.set_yticks(range(len(parts)), names)
-    ax.set(xlabel="prompts of the row's split that the column's has", ylabel='split')
-    most = max(table[i, j] for i, j in combinations(range(len(parts)), 2))
-    ax.set_title(f'two splits share at most {most:,} prompts', fontsize=9)
-    return fig
-
 # %% ../nbs/look_at_data.ipynb #100ka034
-_FIGURES = dict(labels=labels_figure, scores=scores_figure, votes=votes_figure)   # of one part
-
-
 @makes_run(LookAtDataConfig)
 def run(cfg: LookAtDataConfig, run: Run):
     "Look at data; leaves findings.json, figures, and summary.json with the command."
@@ -573,11 +507,9 @@ def run(cfg: LookAtDataConfig, run: Run):
     found = find_odd(parts, lengths, limits, tokenizer.all_special_tokens)
     run.write('findings.json', found)
     write_figure(run, 'lengths.png', lengths_figure(parts, lengths, limits))
-    figures = dict(shared=shared_figure(parts))
     for part in parts:
-        for name, draw in _FIGURES.items(): figures[f'{part.name}_{name}'] = draw(part)
-    for name, fig in figures.items():
-        if fig: write_figure(run, f'{name}.png', fig)
+        if part.kind != 'preference': continue
+        write_figure(run, f'{part.name}_labels.png', labels_figure(part))
     for f in found: print(f'{f["split"]}: {f["finding"]}')
     if not found: print('nothing odd is found')
     command_line = training_command(parts, cfg)

@@ -40,7 +40,6 @@ PLANTED = {   # a finding, by what is planted behind the clean rows
     '1 prompts have `tools`, which the model is not shown': [row(32, tools=[dict(name='sky')])],
     'columns that no one reads: scene': [row(32, scene='In a town.')],
     '1 rows say that their answers were shown swapped': [row(32, shown_swapped='True')],
-    "the annotators 'Ann', 'ann' count as different ones": [row(32, annotator='Ann')],
     '1 of 21 labels are ties': [row(32, preference=1.5)],
     '1 of 20 pairs are labelled both ways': [row(3, preference=1.)],
     '1 votes are a second one of the same annotator': [row(3, time=2.)],
