@@ -41,13 +41,6 @@ def refused(notebook, base, folder, error, match, **given):
     assert not (folder/'out').exists()
 
 
-@pytest.mark.parametrize('notebook', ['sft', 'ppo'])
-def test_one_file_is_not_several_splits(base, tmp_path, notebook):
-    message = r'all\.json is one file, .*split (and val_split )?and eval_split at once'
-    refused(notebook, base, tmp_path, ValueError, message,
-            data=tiny.write(tmp_path/'all.json', ROWS))
-
-
 LONGEST = 'alpaca_farm.boards.agreement:prefer_longer'
 JUDGES = {'judge', 'judges', 'annotators'}
 
@@ -55,40 +48,49 @@ JUDGES = {'judge', 'judges', 'annotators'}
 def commands_on_the_embedded_world():
     "Classes of settings with several inputs of the embedded world, and the names of these."
     for path in notebooks_folder().rglob('*.ipynb'):
-        name = str(path.relative_to(notebooks_folder()))[:-6]
-        if name.split('/')[0] in (*tiny.SHARED, 'studies'): continue
-        try: kind = tiny.config_class(name)
-        except (ImportError, StopIteration): continue
+        name = path.relative_to(notebooks_folder()).with_suffix('')
+        if name.parts[0] in (*tiny.SHARED, 'studies'):
+            continue
+        try:
+            kind = tiny.config_class(str(name))
+        except (ImportError, StopIteration):
+            continue
         cfg = kind()
         names = [n for n in cfg.inputs if 'runs/' in str(getattr(cfg, n))]
         if len(names) > 1:
             yield kind, names
 
 
-def test_a_real_input_is_never_joined_by_the_embedded_world(base, tmp_path, monkeypatch):
+COMMANDS = list(commands_on_the_embedded_world())
+
+
+def with_input(kind, name, path):
+    "Settings of which one input is named, twice where there may be several."
+    several = isinstance(getattr(kind(), name), list)
+    return kind(**{name: [path]*2 if several else path})
+
+
+def test_most_commands_stand_on_the_embedded_world(): assert len(COMMANDS) > 15
+
+
+@pytest.mark.parametrize('kind, names', COMMANDS, ids=lambda x: getattr(x, '__name__', ''))
+def test_a_real_input_is_never_joined_by_the_embedded_world(base, monkeypatch, tmp_path, kind,
+                                                            names):
     built = []
     monkeypatch.setattr(runs, 'build', lambda _, out, **__: built.append(out))
     copy = shutil.copytree(base/'sft'/'model', tmp_path/'copy')   # is nobody's run
-    judge = shutil.copytree(base/'reward_model'/'model', tmp_path/'judge')
-    commands = list(commands_on_the_embedded_world())
-    assert len(commands) > 15
-    for kind, names in commands:
-        def given(name, value):
-            several = type(getattr(kind(), name)) is list
-            return {name: [value]*2 if several else value}
-        for name in names:
-            if name in JUDGES:   # who judges goes with any world
-                for spec in (LONGEST, str(judge)):
-                    ensure_inputs(kind(**given(name, spec)))
-                continue
-            forgotten = ', '.join(n for n in names if n != name)
-            message = f'^{forgotten}: name yours, .* embedded world, and {name} = {copy} is not$'
-            cfg = kind(**given(name, str(copy)))
-            with pytest.raises(ValueError, match=message):
-                ensure_inputs(cfg)
-        built.clear()
-        ensure_inputs(kind())   # all of them are of one world
-        assert built
+    for name in names:
+        if name in JUDGES:   # who judges goes with any world
+            ensure_inputs(with_input(kind, name, LONGEST))
+            ensure_inputs(with_input(kind, name, str(base/'reward_model'/'model')))
+            continue
+        forgotten = ', '.join(n for n in names if n != name)
+        message = f'^{forgotten}: name yours, .* embedded world, and {name} = {copy} is not$'
+        with pytest.raises(ValueError, match=message):
+            ensure_inputs(with_input(kind, name, str(copy)))
+    built.clear()
+    ensure_inputs(kind())   # all of them are of one world
+    assert built
 
 
 def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, monkeypatch):
@@ -117,38 +119,38 @@ def test_too_little_training_is_said(base, tmp_path, capsys):
     assert 'accuracy on held-out labels' in capsys.readouterr().out
 
 
-LONG = dict(   # settings under which a prompt, or a pair, is too long
-    sft=dict(max_length=128, val_split='', eval_split=''),
-    ppo=dict(annotators='', rollouts=8, val_split='', eval_split=''),
-    best_of_n=dict(reward_model='', chunk=3),   # a prompt costs itself, not its chunk
-    reward_model=dict(held_out=1), dpo=dict(eval_split=''))
+SHORT = dict(val_split='', eval_split='')
+LONG = dict(   # settings under which a prompt is too long
+    sft=dict(SHORT, max_length=128),
+    ppo=dict(SHORT, annotators='', rollouts=8),
+    best_of_n=dict(reward_model='', chunk=3))   # a prompt costs itself, not its chunk
 
 
 @pytest.mark.parametrize('notebook', LONG)
-def test_what_is_too_long_is_counted_and_reported(base, tmp_path, capsys, notebook):
-    "Two of twelve prompts, ten of sixty pairs (one may be held out)."
-    pairs = notebook in ('reward_model', 'dpo')
-    rows = (read_json(base/'annotators'/'preferences.json') if pairs else
-            load_records(str(base/'world'), 'eval', 'output', 12))
-    for i, r in enumerate(rows[:10] if pairs else rows[:2]):
-        if pairs:
-            r['output_2'] = f'{i}' + ' very'*150
-        else:
-            r['instruction'] += ' please'*150
+def test_prompts_that_are_too_long_are_counted(base, tmp_path, capsys, notebook):
+    rows = load_records(str(base/'world'), 'eval', 'output', 12)
+    for r in rows[:2]:
+        r['instruction'] += ' please'*150
     file = tiny.write(tmp_path/'long.json', rows)
-    tiny.run(notebook, base, tmp_path/'out', **LONG[notebook] | {
-        'preferences' if pairs else 'data': file})
-    found = read_summary(tmp_path/'out')
-    said = capsys.readouterr().out
-    if pairs:
-        assert found['too_long'] in (9, 10)
-        assert ' of ' in said
-        assert found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
-    else:
-        assert found['too_long'] == 2
-        assert '2 of 12' in said
+    tiny.run(notebook, base, tmp_path/'out', data=file, **LONG[notebook])
+    assert read_summary(tmp_path/'out')['too_long'] == 2
+    assert '2 of 12' in capsys.readouterr().out
     if notebook == 'best_of_n':
         assert len(read_json(tmp_path/'out'/'outputs.json')) == 10
+
+
+@pytest.mark.parametrize('notebook, more', [
+    ('reward_model', dict(held_out=1)), ('dpo', dict(eval_split=''))])
+def test_pairs_that_are_too_long_are_counted(base, tmp_path, notebook, more):
+    "Ten of sixty; one may be held out."
+    rows = read_json(base/'annotators'/'preferences.json')
+    for i, r in enumerate(rows[:10]):
+        r['output_2'] = f'{i}' + ' very'*150
+    file = tiny.write(tmp_path/'long.json', rows)
+    tiny.run(notebook, base, tmp_path/'out', preferences=file, **more)
+    found = read_summary(tmp_path/'out')
+    assert found['too_long'] in (9, 10)
+    assert found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
 
 
 def test_out_that_cannot_be_written(base, tmp_path):
@@ -192,7 +194,7 @@ def test_a_resume_leaves_what_is_not_its_own(run_of_sft):
 
 
 @pytest.mark.parametrize('out, message', [
-    ('world', 'lies in the input'), ('', 'lies in the input'), ('sft/model', 'lies in the input'),
+    ('', 'lies in the input'), ('sft/model', 'lies in the input'),
     ('annotators/model', 'a part of the run')])
 def test_out_among_inputs_or_in_a_run(base, out, message):
     was = sorted(base.rglob('*'))
@@ -427,25 +429,27 @@ def test_a_run_of_an_earlier_version_is_told_and_set_aside(run_of_sft, capsys):
     assert read_json(folder.with_name('sft~1')/'config.json')['fingerprint'] == ''
 
 
-def test_a_digit_of_settings_or_figures_is_seen_by_who_reads_it(base, run_of_sft):
+def compared(folder): return _differing_settings([folder, folder])
+
+
+@pytest.mark.parametrize('name, reader, shown', [
+    ('config.json', runs.run_config, compared), ('summary.json', read_summary, read_summary)])
+def test_a_digit_of_settings_or_figures_is_seen_by_who_reads_it(run_of_sft, name, reader, shown):
     folder, again = run_of_sft
-    def compared(folder): return _differing_settings([folder, folder])
-    for name, reader, shown in (('config.json', runs.run_config, compared),
-                                ('summary.json', read_summary, read_summary)):
-        text = (folder/name).read_text()
-        assert 'digest' not in reader(folder)
-        places = [m.start() for m in re.finditer(r'(?<!\\u)\d', text)]
-        for at in places[::7]:
-            changed = text[:at] + str(int(text[at]) % 9 + 1) + text[at + 1:]
-            (folder/name).write_text(changed)
-            for read in (lambda: reader(folder), lambda: shown(str(folder)), again):
-                with pytest.raises(ValueError, match=f'{name} is damaged, or was edited.*delete'):
-                    read()
-        old = json.loads(text)   # of a run that was made before there were digests
-        del old['digest']
-        (folder/name).write_text(json.dumps(old | dict(seconds=7)))
-        assert reader(folder)['seconds'] == 7
-        (folder/name).write_text(text)
+    text = (folder/name).read_text()
+    assert 'digest' not in reader(folder)
+    places = [m.start() for m in re.finditer(r'(?<!\\u)\d', text)]
+    for at in places[::7]:
+        changed = text[:at] + str(int(text[at]) % 9 + 1) + text[at + 1:]
+        (folder/name).write_text(changed)
+        for read in (lambda: reader(folder), lambda: shown(str(folder)), again):
+            with pytest.raises(ValueError, match=f'{name} is damaged'):
+                read()
+    old = json.loads(text)   # of a run that was made before there were digests
+    del old['digest']
+    (folder/name).write_text(json.dumps(old | dict(seconds=7)))
+    assert reader(folder)['seconds'] == 7
+    (folder/name).write_text(text)
     assert again().done
 
 
@@ -597,25 +601,17 @@ def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
 
 
 @pytest.mark.slow
-def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
-    model = tmp_path/'sft'
-    shutil.copytree(base/'sft'/'model', model)
-    refused('best_of_n', base, tmp_path, FileNotFoundError, 'there is no model',
-            policy=str(base/'annotators'))
-    for name, content, message in (
-            ('tokenizer.json', b'{"a": ', 'its tokenizer cannot be read'),
-            ('tokenizer_config.json', b'[]', 'its tokenizer cannot be read'),
-            ('chat_template.jinja', b'{% if', 'its chat template is not valid'),
-            ('config.json', b'{}', 'its config.json cannot be read'),
-            ('config.json', b'{"model_type": "llama", "hidden_size": "x"}', 'config.json cannot'),
-            ('model.safetensors', b'', 'model.safetensors is damaged')):
-        was = (model/name).read_bytes() if (model/name).exists() else b''
-        (model/name).write_bytes(content or was[:-1000])
-        refused('sft', base, tmp_path, ValueError, message, policy=str(model))
-        if was:
-            (model/name).write_bytes(was)
-        else:
-            (model/name).unlink()
+@pytest.mark.parametrize('name, content, message', [
+    ('tokenizer.json', b'{"a": ', 'its tokenizer'),
+    ('tokenizer_config.json', b'[]', 'its tokenizer'),
+    ('chat_template.jinja', b'{% if', 'its chat template'),
+    ('config.json', b'{}', 'config.json'),
+    ('config.json', b'{"model_type": "llama", "hidden_size": "x"}', 'config.json'),
+    ('model.safetensors', b'', 'model.safetensors')])
+def test_a_policy_without_a_whole_model_is_refused(base, tmp_path, name, content, message):
+    model = shutil.copytree(base/'sft'/'model', tmp_path/'sft')
+    (model/name).write_bytes(content or (model/name).read_bytes()[:-1000])
+    refused('sft', base, tmp_path, ValueError, message, policy=str(model))
 
 
 def ended(notebook, given, capsys):

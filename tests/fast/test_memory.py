@@ -39,7 +39,8 @@ def test_without_master_weights_all_is_in_the_compute_dtype(base, tmp_path, monk
     sft.train(cfg)
     files = load_file(tmp_path/'sft/model/model.safetensors').values()
     assert seen
-    assert all(s == {torch.bfloat16} for s in [*seen, {t.dtype for t in files}])
+    for dtypes in (*seen, {t.dtype for t in files}):
+        assert dtypes == {torch.bfloat16}
     assert read_log(cfg.out)[-1]['loss'] < read_log(cfg.out)[0]['loss']
 
 
@@ -145,20 +146,36 @@ def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
     assert len(seen) > 3
 
 
-def test_four_bits_are_asked_for(base, monkeypatch):
-    "With the import of bitsandbytes mocked: how the frozen weights are loaded, and a clear word."
+@pytest.fixture
+def four_bits(base):
+    return sft_config(base, lora_rank=4, quantize=True, device='cpu', dtype='bfloat16')
+
+
+def with_bitsandbytes(monkeypatch, there):
+    "As if the package were installed, or as if it were not."
     find = importlib.util.find_spec
-    there = [None, object()]
+    def found(name, *args):
+        if name == 'bitsandbytes':
+            return object() if there else None
+        return find(name, *args)
+    monkeypatch.setattr('alpaca_farm.model.loading.find_spec', found)
+
+
+def test_four_bits_need_a_package(four_bits, monkeypatch):
+    with_bitsandbytes(monkeypatch, False)
+    with pytest.raises(ImportError, match='bitsandbytes'):
+        load_policy(four_bits.policy, four_bits, train=True)
+
+
+def test_four_bits_are_asked_for(four_bits, monkeypatch):
+    "How the frozen weights are loaded."
     seen = {}
-    def found(name, *args): return there.pop(0) if name == 'bitsandbytes' else find(name, *args)
     def load_model(*args, **more):
         seen.update(more)
         raise InterruptedError
-    monkeypatch.setattr('alpaca_farm.model.loading.find_spec', found)
+    with_bitsandbytes(monkeypatch, True)
     monkeypatch.setattr(core_models, 'load_model', load_model)
-    cfg = sft_config(base, lora_rank=4, quantize=True, device='cpu', dtype='bfloat16')
-    for error in (ImportError, InterruptedError):
-        with pytest.raises(error, match='bitsandbytes' if error is ImportError else ''):
-            load_policy(cfg.policy, cfg, train=True)
+    with pytest.raises(InterruptedError):
+        load_policy(four_bits.policy, four_bits, train=True)
     assert seen['quantization_config'].load_in_4bit
     assert seen['quantization_config'].bnb_4bit_compute_dtype == torch.bfloat16

@@ -59,87 +59,126 @@ def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_t
 
 
 JUDGE = 'alpaca_farm.world:pool'
-NONSENSE = dict(   # by notebook: settings that do not fit, and what the error names
+REFUSED = dict(   # by notebook: settings that do not fit, and the name that the error contains
     dpo=[
-        (dict(beta=0.), 'beta'), (dict(temperature=0.), 'temp'),
+        (dict(beta=0.), 'beta'),
+        (dict(temperature=0.), 'temp'),
         (dict(label_smoothing=.6), 'label_smoothing'),
         (dict(loss_type='robust'), 'label_smoothing'),
-        *((dict(loss_type=k, label_smoothing=.1), f'no effect with loss_type = {k}')
-          for k in ('ipo', 'hinge', 'simpo', 'kto')),
         (dict(loss_type='simpo', target_margin=-1.), 'target'),
         (dict(loss_type='simpo', undesirable_weight=2.), 'kto'),
-        (dict(desirable_weight=2.), 'kto'), (dict(loss_type='kto', batch_size=1), 'batch_size'),
-        (dict(save_every=-1), 'save_every'), (dict(eval_every=3, held_out=0), 'held_out'),
-        (dict(preferences=''), "preferences = ''"), (dict(out=202410), '-r out in place of -p'),
-        (dict(device='gpu'), "device = 'gpu': .* cuda"), (dict(seed=10**30), 'seed = 10')],
+        (dict(desirable_weight=2.), 'kto'),
+        (dict(loss_type='kto', batch_size=1), 'batch_size'),
+        (dict(save_every=-1), 'save_every'),
+        (dict(eval_every=3, held_out=0), 'held_out'),
+        (dict(preferences=''), 'preferences'),
+        (dict(out=202410), '-r out'),
+        (dict(device='gpu'), 'cuda'),
+        (dict(seed=10**30), 'seed')],
     reward_model=[
-        (dict(flip_rate=.5), 'flip_rate'), (dict(margin=-1.), 'margin'),
-        (dict(held_out=0), 'held'), (dict(likelihood=-1.), 'likelihood'),
+        (dict(flip_rate=.5), 'flip_rate'),
+        (dict(margin=-1.), 'margin'),
+        (dict(held_out=0), 'held'),
+        (dict(likelihood=-1.), 'likelihood'),
         (dict(margin=1., margin_field='gap'), 'margin_field')],
     quark=[
-        (dict(num_quantiles=1), 'num_quantiles'), (dict(temperature=0.), 'temperature'),
-        (dict(num_quantiles=9, rollouts=8), 'cannot be cut'), (dict(kl_coef=math.nan), 'kl_coef')],
+        (dict(num_quantiles=1), 'num_quantiles'),
+        (dict(temperature=0.), 'temperature'),
+        (dict(num_quantiles=9, rollouts=8), 'cannot be cut'),
+        (dict(kl_coef=math.nan), 'kl_coef')],
     ppo=[
-        (dict(group_size=1), 'group_size = 1'), (dict(advantage='rloo', group_size=5), 'multiple'),
-        (dict(reward_model=[]), 'reward_model'), (dict(ensemble='median'), 'ensemble'),
+        (dict(group_size=1), 'group_size'),
+        (dict(advantage='rloo', group_size=5), 'multiple'),
+        (dict(reward_model=[]), 'reward_model'),
+        (dict(ensemble='median'), 'ensemble'),
         (dict(annotators=JUDGE, val_split=''), 'val_split'),
-        (dict(annotators='open_pol'), 'Did you mean open_pool')],
+        (dict(annotators='open_pol'), 'open_pool')],
     rrhf=[
-        (dict(k=1), 'k = 1'), (dict(k=4, n=7), 'n = 7'), (dict(candidates='', n=1), 'needs two'),
-        (dict(refresh_every=2), 'Set n'), (dict(n=3, groups=4), 'groups = 4'),
-        (dict(n=2, temperature=0), 'temperature'), (dict(kl_coef=.1), 'kl_coef'),
+        (dict(k=1), 'k = 1'),
+        (dict(k=4, n=7), 'n = 7'),
+        (dict(candidates='', n=1), 'needs two'),
+        (dict(refresh_every=2), 'Set n'),
+        (dict(n=3, groups=4), 'groups'),
+        (dict(n=2, temperature=0), 'temperature'),
+        (dict(kl_coef=.1), 'kl_coef'),
         (dict(reward_model='', n=2), 'name'),
-        (dict(decoding='diverse'), 'decoding'), (dict(rrhf_weight=-1), 'rrhf_weight'),
+        (dict(decoding='diverse'), 'decoding'),
+        (dict(rrhf_weight=-1), 'rrhf_weight'),
         (dict(candidates='no/such/file.json'), 'no/such/file.json')],
     rlcd=[
-        (dict(method='rlhf'), 'method'), (dict(served='m'), 'model'), (dict(policy=''), 'model'),
+        (dict(method='rlhf'), 'method'),
+        (dict(served='m'), 'model'),
+        (dict(policy=''), 'model'),
         (dict(both_orders=True), 'no judge'),
-        (dict(samples=__file__), 'samples'), (dict(method='rlcd_rescore'), 'samples'),
-        (dict(template='chat'), 'behind a role'), (dict(temperature=0), 'temperature'),
-        (dict(task='wrold'), 'outlining, world')],
-    binary_feedback=[(dict(method='thumbs'), 'method'), (dict(held_out=0), 'held_out')],
+        (dict(samples=__file__), 'samples'),
+        (dict(method='rlcd_rescore'), 'samples'),
+        (dict(template='chat'), 'behind a role'),
+        (dict(temperature=0), 'temperature'),
+        (dict(task='wrold'), 'world')],
+    binary_feedback=[
+        (dict(method='thumbs'), 'method'),
+        (dict(held_out=0), 'held_out')],
     annotators=[
         (dict(base_url='http://localhost:port/v1'), 'Port'),
         (dict(label_flip=.6, ask_flipped=False), 'label_flip'),
-        (dict(decoding=['temprature=0']), 'temprature'), (dict(models=['gpt-4']), 'old=new')],
+        (dict(annotators='alpaca_farm', weights=['nobody=1']), 'weights'),
+        (dict(annotators='alpaca_farm', weights=['gpt4_1=-1']), 'weights')],
     farm=[
-        (dict(size='huge'), 'choose from'), (dict(size='no/such/file.yaml'), 'no/such/file.yaml'),
-        (dict(seeds=0), 'seeds'), (dict(crowd='alpaca_farm.world:nobody'), 'nobody'),
+        (dict(size='huge'), 'choose from'),
+        (dict(size='no/such/file.yaml'), 'no/such/file.yaml'),
+        (dict(seeds=0), 'seeds'),
+        (dict(crowd='alpaca_farm.world:nobody'), 'nobody'),
         (dict(held_out='no/such.json'), 'no/such.json')])
+for kind in ('ipo', 'hinge', 'simpo', 'kto'):
+    REFUSED['dpo'].append((dict(loss_type=kind, label_smoothing=.1), kind))
+ROWS = [(notebook, *row) for notebook, rows in REFUSED.items() for row in rows]
 
 
-@pytest.mark.parametrize('notebook, given, message', [
-    (notebook, *row) for notebook, rows in NONSENSE.items() for row in rows], ids=str)
-def test_settings_that_do_not_fit_each_other_are_refused(notebook, given, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+@pytest.mark.parametrize('notebook, given, name', ROWS, ids=str)
+def test_settings_that_do_not_fit_each_other_are_refused(notebook, given, name):
+    with pytest.raises((ValueError, FileNotFoundError), match=name):
         tiny.config(notebook, **given)
 
 
+def written(path, text):
+    path.write_text(text)
+    return str(path)
+
+
 @pytest.mark.slow
-def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tmp_path, capsys):
-    a, b, c = (str(tmp_path/f'{name}.yaml') for name in 'abc')
-    def write(path, text): tmp_path.joinpath(path).write_text(text)
-    write(a, 'learning_rate: 1e-4\nbetas: [0.8, 0.9]\nseed: 3\nout: runs/a\n')
-    write(b, 'seed: 5\n')
+def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tmp_path):
+    a = written(tmp_path/'a.yaml', 'learning_rate: 1e-4\nbetas: [0.8, 0.9]\nseed: 3\nout: runs/a\n')
+    b = written(tmp_path/'b.yaml', 'seed: 5\n')
     cfg = from_args(TrainConfig, ['-f', a, '--out', 'runs/b', '-f', b])
-    found = cfg.learning_rate, cfg.betas, cfg.seed, cfg.out, cfg.warmup
-    assert found == (1e-4, [.8, .9], 5, 'runs/b', TrainConfig.warmup)
-    for text, message in (
-            ('warmpu: 1', 'Did you mean warmup?'), ('warmup: 2', 'warmup = 2'),
-            ('a: [', 'not valid YAML'), (f'tracker: {KEYS[0]}', 'tracker looks like')):
-        write(c, text)
-        with pytest.raises(SystemExit):
-            from_args(TrainConfig, ['-f', c])
-        said = capsys.readouterr().err
-        assert message in said
-        assert KEYS[0] not in said
-    with pytest.raises(SystemExit):
-        from_args(TrainConfig, ['-f', str(tmp_path)])   # a folder
-    said = capsys.readouterr().err
-    assert f'{tmp_path}: there is no such' in said
-    assert said.count('\n') == 1
-    write(c, 'warmup: 2')
+    assert cfg.learning_rate == 1e-4
+    assert cfg.betas == [.8, .9]
+    assert cfg.seed == 5
+    assert cfg.out == 'runs/b'
+    assert cfg.warmup == TrainConfig.warmup
+    c = written(tmp_path/'c.yaml', 'warmup: 2')
     assert from_args(TrainConfig, ['-f', c, '--warmup', '1']).warmup == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('text, name', [
+    ('warmpu: 1', 'warmup'), ('warmup: 2', 'warmup'), ('a: [', 'YAML'),
+    ('tracker: {key}', 'tracker')])
+def test_a_file_with_a_wrong_setting_is_refused(tmp_path, capsys, text, name):
+    file = written(tmp_path/'c.yaml', text.replace('{key}', KEYS[0]))
+    with pytest.raises(SystemExit):
+        from_args(TrainConfig, ['-f', file])
+    said = capsys.readouterr().err
+    assert name in said
+    assert KEYS[0] not in said
+
+
+@pytest.mark.slow
+def test_a_folder_is_no_file_of_settings(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        from_args(TrainConfig, ['-f', str(tmp_path)])
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said
+    assert said.count('\n') == 1
 
 
 def made_up(form, seed=0):
@@ -169,9 +208,9 @@ FORMS = """
     https://host/v1?api_key={9n} https://host/v1?sig={43n} AccountKey=a;SharedAccessKey={43n}=
     gpt-4.1=sk-ant-{40n} OPENAI_API_KEY=sk-{40n} pa-{43} pa-{10n}-{9n}_{10n}-{11n}
     {8h}-{4h}-{4h}-{4h}-{12h} SAMBANOVA_API_KEY={8h}-{4h}-{4h}-{4h}-{12h}""".split()
-KEYS = [made_up(form) for form in FORMS] + [
-    made_up(form) for form in ('Bearer {30n}', 'Authorization: Bearer {32h}', 'Basic {22n}==',
-                               '-----BEGIN PRIVATE KEY-----{64n}')]
+FORMS += ['Bearer {30n}', 'Authorization: Bearer {32h}', 'Basic {22n}==',
+          '-----BEGIN PRIVATE KEY-----{64n}']
+KEYS = [made_up(form) for form in FORMS]
 # without a prefix, two digits among them
 KEYS += ['aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B', 'aB3dEf6hIj/lMn2pQr+tUvWx0y1z2A3BcD4eFgHi']
 
@@ -179,11 +218,11 @@ KEYS += ['aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B', 'aB3dEf6hIj/lMn2pQr+tUvWx0y1z2A3BcD
 @pytest.mark.parametrize('key', KEYS)
 def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
     from alpaca_farm.ask.client import ApiConfig
-    for given in (dict(tracker=key), dict(out=key), dict(seed=key), dict(dtype=key),
-                  dict(base_url=f'http://localhost/v1?api_key={key}'),
-                  dict(models=[f'gpt-4.1={key}'])):
-        with pytest.raises(ValueError, match=f'^{[*given][0]} looks like an API key') as e:
-            ApiConfig(**given)
+    places = dict(tracker=key, out=key, seed=key, dtype=key, models=[f'gpt-4.1={key}'],
+                  base_url=f'http://localhost/v1?api_key={key}')
+    for name, value in places.items():
+        with pytest.raises(ValueError, match=f'^{name} looks like an API key') as e:
+            ApiConfig(**{name: value})
         assert key not in str(e.value)
     with pytest.raises(SystemExit):
         from_args(ApiConfig, ['--api_key', key])
@@ -192,13 +231,9 @@ def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
     assert key not in said.err + said.out
 
 
-def test_ordinary_values_are_no_keys(): no_secrets(dict(a=ORDINARY, b=dict(c=.1, e=[1, [2]])))
-
-
+UUID = made_up('{8h}-{4h}-{4h}-{4h}-{12h}')
 ORDINARY = [
-    *[made_up(form) for form in (
-        'runs/{8h}-{4h}-{4h}-{4h}-{12h}', '/tmp/{8h}-{4h}-{4h}-{4h}-{12h}/out',
-        'ppo-{8h}-{4h}-{4h}-{4h}-{12h}', 'ann/policy@{8h}-{4h}-{4h}-{4h}-{12h}')],
+    f'runs/{UUID}', f'/tmp/{UUID}/out', f'ppo-{UUID}', f'ann/policy@{UUID}',
     'pa-ppo-with-a-long-name-of-many-words-and-kl02', 'pa-PPO-Lr1e4-Batch32-Seed0-Warmup10-KLCoef02',
     'runs/ppo~1', '/data/sk-learn-2024/models', 'alpaca_farm.world:pool', 'xai-org/grok-1',
     'hf-internal-testing/tiny-random-Qwen2MoeForSequenceClassification', 'gpt2@' + '0a1b'*10,
@@ -215,6 +250,10 @@ ORDINARY = [
     'a basic instruction-following model', 'the bearer of bad news', 'max_completion_tokens=4096',
     'Write a poem about 20 keys and 3 passwords.', 'tatsu-lab/alpaca_farm:alpaca_noisy',
     'data/train-00000-of-00001.parquet', 'q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj']
+
+
+def test_ordinary_values_are_no_keys():
+    no_secrets(dict(a=ORDINARY, b=dict(c=.1, e=[1, [2]])))
 
 
 @pytest.fixture
@@ -241,10 +280,12 @@ def test_a_mistyped_path_is_named(elsewhere):
     from alpaca_farm.data.records import load_records
     from alpaca_farm.model.loading import model_config
     from alpaca_farm.sft import SFTConfig
-    for call in (lambda: load_records('rnus/world', 'eval'), lambda: model_config('rnus/world'),
-                 lambda: SFTConfig(data='rnus/world/x')):
-        with pytest.raises((FileNotFoundError, ValueError), match='rnus/world'):
-            call()
+    with pytest.raises(ValueError, match='rnus/world'):
+        load_records('rnus/world', 'eval')
+    with pytest.raises((FileNotFoundError, ValueError), match='rnus/world'):
+        model_config('rnus/world')
+    with pytest.raises(ValueError, match='rnus/world'):
+        SFTConfig(data='rnus/world/x')
     assert SFTConfig(data='tatsu-lab/alpaca_farm').data == 'tatsu-lab/alpaca_farm'
 
 

@@ -1,10 +1,13 @@
 "Tokenizers as other people's models have them: ends of turns, special or missing tokens."
 import datetime
 import json
+import re
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given, settings, strategies as st
 from tokenizers import (Tokenizer, decoders, models as parts, normalizers, pre_tokenizers,
     processors, trainers)
 from transformers import (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
@@ -58,22 +61,30 @@ LLAMA3 = """{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }
 MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' -%}
 [INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"""
 FAMILIES = dict(  # special tokens, template, the end of a turn, the named ones
-    chatml_base=(['<|endoftext|>', '<|im_start|>', '<|im_end|>'], CHATML, '<|im_end|>',
-                 dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
-    gemma=(['<pad>', '<eos>', '<bos>', '<unk>', '<start_of_turn>', '<end_of_turn>'], GEMMA,
-           '<end_of_turn>',
-           dict(eos_token='<eos>', bos_token='<bos>', pad_token='<pad>', unk_token='<unk>')),
-    phi3=(['<|endoftext|>', '<|user|>', '<|assistant|>', '<|end|>'], PHI3, '<|end|>',
-          dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
-    llama3=(['<|begin_of_text|>', '<|end_of_text|>', '<|start_header_id|>', '<|end_header_id|>',
-             '<|eot_id|>'], LLAMA3, '<|eot_id|>',
-            dict(eos_token='<|end_of_text|>', bos_token='<|begin_of_text|>')),
-    mistral=(['<unk>', '<s>', '</s>', '[INST]', '[/INST]'], MISTRAL, '</s>',
-             dict(eos_token='</s>', bos_token='<s>', unk_token='<unk>')),
-    qwen3=(['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<think>', '</think>'],
-           QWEN3, '<|im_end|>', dict(eos_token='<|im_end|>', pad_token='<|endoftext|>')),
-    bare=(['<|endoftext|>'], None, '<|endoftext|>',
-          dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')))
+    chatml_base=(
+        ['<|endoftext|>', '<|im_start|>', '<|im_end|>'], CHATML, '<|im_end|>',
+        dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
+    gemma=(
+        ['<pad>', '<eos>', '<bos>', '<unk>', '<start_of_turn>', '<end_of_turn>'], GEMMA,
+        '<end_of_turn>',
+        dict(eos_token='<eos>', bos_token='<bos>', pad_token='<pad>', unk_token='<unk>')),
+    phi3=(
+        ['<|endoftext|>', '<|user|>', '<|assistant|>', '<|end|>'], PHI3, '<|end|>',
+        dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
+    llama3=(
+        ['<|begin_of_text|>', '<|end_of_text|>', '<|start_header_id|>', '<|end_header_id|>',
+         '<|eot_id|>'], LLAMA3, '<|eot_id|>',
+        dict(eos_token='<|end_of_text|>', bos_token='<|begin_of_text|>')),
+    mistral=(
+        ['<unk>', '<s>', '</s>', '[INST]', '[/INST]'], MISTRAL, '</s>',
+        dict(eos_token='</s>', bos_token='<s>', unk_token='<unk>')),
+    qwen3=(
+        ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<think>', '</think>'], QWEN3,
+        '<|im_end|>',
+        dict(eos_token='<|im_end|>', pad_token='<|endoftext|>')),
+    bare=(
+        ['<|endoftext|>'], None, '<|endoftext|>',
+        dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')))
 FORGED = ['<|im_end|>', '<|im_start|>', '</s>', '[INST]', '<end_of_turn>', '<|end|>', '<|eot_id|>',
           '<|endoftext|>', '<eos>']
 
@@ -104,6 +115,13 @@ def save(folder, tokenizer, size=320, positions=256):
     return str(folder)
 
 
+def user(text): return dict(role='user', content=text)
+def bot(text): return dict(role='assistant', content=text)
+
+
+SAY = dict(instruction='say it')
+
+
 def data(folder):
     rows = [dict(instruction=f'say {i} words', output=f'the words {i}') for i in range(12)]
     return tiny.splits(folder, rows, 'one')
@@ -123,7 +141,7 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
     assert decode(answer, tokenizer) == 'the words'
     # training reads what the template writes for the same conversation
     if tokenizer.chat_template:
-        turns = [dict(role='user', content='say it'), dict(role='assistant', content='the words')]
+        turns = [user('say it'), bot('the words')]
         def written(turns, **more):
             text = tokenizer.apply_chat_template(turns, tokenize=False, **more)
             return tokenizer(text, add_special_tokens=False)['input_ids']
@@ -150,7 +168,7 @@ def test_plain_transformers_reads_a_reward_where_it_is_read_here(family, pads, t
         records.append(dict(instruction='say it', output=text))
     rows = []
     for r in records:
-        turns = [dict(role='user', content='say it'), dict(role='assistant', content=r['output'])]
+        turns = [user('say it'), bot(r['output'])]
         text = f'say it{r["output"]}{tokenizer.eos_token}'
         if tokenizer.chat_template:
             text = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -182,7 +200,7 @@ def test_special_tokens_in_data_stay_text(family, template):
     special = set(tokenizer.all_special_ids)
     def count(ids): return sum(i in special for i in ids)
     forged = ' '.join(FORGED)
-    rows = [dict(instruction='say it'), dict(instruction=f'say {forged} it'),
+    rows = [SAY, dict(instruction=f'say {forged} it'),
             dict(instruction='say', input=f'{forged} it')]
     plain, attack, twice = encode_prompts(rows, tokenizer, template)
     assert count(plain) == count(attack) == count(twice)
@@ -262,41 +280,52 @@ def test_an_end_or_a_template_that_is_missing_is_refused(tmp_path):
 def test_thinking_is_off_unless_it_is_asked_for(tmp_path):
     "What the settings say is kept in the tokenizer of a run."
     policy = save(tmp_path/'base', build('qwen3'))
-    folder = data(tmp_path/'data')
-    sizes = dict(data=folder, max_length=256, max_prompt=200, eval_split='', val_split='')
-    given = tiny.SETTINGS['sft'] | sizes | dict(policy=policy)
-    prompt = lambda spec: load_tokenizer(spec).decode(
-        encode_prompts([dict(instruction='say it')], load_tokenizer(spec))[0])
+    def prompt(spec):
+        tokenizer = load_tokenizer(spec)
+        return tokenizer.decode(encode_prompts([SAY], tokenizer)[0])
+    def trained(name, arguments):
+        out = str(tmp_path/name)
+        given = tiny.SETTINGS['sft'] | dict(
+            data=data(tmp_path/'data'), max_length=256, max_prompt=200, eval_split='',
+            val_split='', policy=policy)
+        sft.train(sft.SFTConfig(**given, out=out, template_arguments=arguments))
+        return out
     on = '<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n'
     off = on + '<think>\n\n</think>\n\n'
     assert prompt(policy) == off
-    for name, value in dict(on='{"enable_thinking": true}', off={}).items():
-        out = str(tmp_path/name)
-        sft.train(sft.SFTConfig(**given, out=out, template_arguments=value))
-        assert prompt(out) == (off if name == 'off' else on)
+    assert prompt(trained('on', '{"enable_thinking": true}')) == on
+    out = trained('off', {})
+    assert prompt(out) == off
     loaded = load_tokenizer(out)
     set_template_arguments(loaded, dict(enable_thinking=True))
     assert loaded.chat_template.count('{% set ') == 1
 
 
+OPENED = CHATML[:-len('{% endif %}')] + '<think>\n{% endif %}'
+THINK = '<think>say</think>\n\nthe words'
+CUT = '<think>say the'
+LATE = 'the <think>words</think> say'
+
+
+@pytest.mark.parametrize('family, text, shown', [
+    ('qwen3', THINK, 'the words'), ('bare', THINK, 'the words'),
+    ('qwen3', CUT, ''), ('bare', CUT, ''),
+    ('qwen3', 'the', 'the'), ('bare', 'the', 'the'),
+    ('qwen3', LATE, 'the words say'), ('bare', LATE, LATE)])   # without special tokens
+def test_thoughts_are_no_part_of_an_answer(family, text, shown):
+    "Also if the tags are special tokens."
+    tokenizer = build(family)
+    assert decode(tokenizer(text)['input_ids'], tokenizer).replace('  ', ' ') == shown
+
+
 @pytest.mark.parametrize('text, shown', [
-    ('<think>say</think>\n\nthe words', 'the words'), ('<think>say the', ''), ('the', 'the'),
-    ('the <think>words</think> say', None)])
-def test_thoughts_are_no_part_of_an_answer(text, shown):
-    "Also if the tags are special tokens, or the prompt opens the thought."
-    for family, opens in (('qwen3', False), ('qwen3', True), ('bare', False)):
-        tokenizer = build(family)
-        if opens:
-            tokenizer.chat_template = QWEN3.partition('{%\nif')[0] + '<think>\n{% endif %}'
-        ids = tokenizer(text)['input_ids']
-        want = text if shown is None else shown
-        if family == 'qwen3' and shown is None:
-            want = 'the words say'   # without special tokens
-        if opens:
-            want = dict(the='').get(text, shown or 'say' * (shown is None))
-        assert decode(ids, tokenizer).replace('  ', ' ') == want, (family, text)
-        if not opens or text != 'the':
-            continue
+    (THINK, 'the words'), (CUT, ''), ('the', ''), (LATE, 'say')])
+def test_a_thought_that_the_prompt_opens_is_no_part_of_an_answer(text, shown):
+    tokenizer = build('qwen3')
+    tokenizer.chat_template = OPENED
+    ids = tokenizer(text)['input_ids']
+    assert decode(ids, tokenizer).strip() == shown
+    if text == 'the':
         assert decode(ids, tokenizer, 'raw') == text
         assert decode([*ids, end_token(tokenizer)], tokenizer) == ''   # the thought has no end
 
@@ -360,37 +389,63 @@ def tokenizer_of(kind, chat=None):
     return tokenizer
 
 
+def asked_in(form):
+    "A template's name, and a record whose prompt is written in it."
+    if form == 'dialogue':
+        return 'raw', dict(messages=[user('say it.')])
+    return form if form in ('alpaca', 'raw') else 'auto', dict(instruction='say it.')
+
+
 @pytest.mark.parametrize('form', FORMATS)
 @pytest.mark.parametrize('kind', KINDS)
 def test_prompt_and_answer_have_the_tokens_of_the_whole_text(kind, form):
-    """With the turns behind them; where a token would span the border, the prompt's stay. What is
-    read of an answer has its tokens again, also where a tokenizer would clean up spaces."""
+    "With the turns behind them; where a token would span the border, the prompt's stay."
     tokenizer = tokenizer_of(kind, FORMATS[form])
+    template, record = asked_in(form)
     spanned = []
-    template = dict(alpaca='alpaca', raw='raw', dialogue='raw').get(form, 'auto')
-    asked = [dict(role='user', content='say it.')]
-    record = dict(messages=asked) if form == 'dialogue' else dict(instruction='say it.')
+    asked = [user('say it.')]
     def ids(text): return tokenizer(text, add_special_tokens=False)['input_ids']
     for text in ('The cup.', '    return 1', '  It is', 'the words\n  one', 'is it ? it is .', ''):
         prompt, = encode_prompts([record], tokenizer, template)
         answer, = encode_responses([text], tokenizer, True, template, [record])
-        if kind != 'wordpiece':
-            assert decode(answer, tokenizer, template, record) == text
-            for end in ('</s>', ' </s></s>\n') if form == 'spaced' else ('</s>', '</s></s>\n'):
-                again = encode_responses([text + end], tokenizer, True, template, [record])
-                assert again == [answer] or 'unigram' in kind, end   # whose pieces are ends
         if FORMATS[form]:
-            turns = [*asked, dict(role='assistant', content=text), *asked]
+            turns = [*asked, bot(text), *asked]
             whole = ids(tokenizer.apply_chat_template(turns, tokenize=False))
         else:
             space = ' ' if form == 'dialogue' and text else ''
             written = build_prompt(record, tokenizer, template) + space + text
             whole = ids(written) + [tokenizer.eos_token_id]
-        if whole[:len(prompt)] != prompt:
-            spanned.append(text)
-        else:
+        if whole[:len(prompt)] == prompt:
             assert whole[:len(prompt + answer)] == prompt + answer, text
+        else:
+            spanned.append(text)
     assert not spanned or (kind.startswith('byte') and form == 'newline')
+
+
+def stripped(text):
+    "Without empty lines before it and white space behind it, which are no part of an answer."
+    return re.sub(r'^\s*\n', '', text.rstrip())
+
+
+answers = st.text(st.sampled_from('Thecupsay \n.?(#1'), max_size=12).map(stripped)
+once_made = cache(tokenizer_of)
+
+
+@pytest.mark.parametrize('kind', [kind for kind in KINDS if kind != 'wordpiece'])
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(form=st.sampled_from(sorted(FORMATS)), text=answers)
+def test_any_answer_is_read_as_it_was_written(kind, form, text):
+    "Also where a tokenizer would clean up spaces, and with its end written out or twice."
+    tokenizer = once_made(kind, FORMATS[form])
+    template, record = asked_in(form)
+    def encoded(text): return encode_responses([text], tokenizer, True, template, [record])[0]
+    answer = encoded(text)
+    assume(text[:1] != ' ' or answer != encoded(text[1:]))   # some do not tell them apart
+    assert decode(answer, tokenizer, template, record) == text
+    if 'unigram' not in kind:   # whose pieces are ends
+        space = ' ' if form == 'spaced' else ''
+        for end in (f'{space}</s>', f'{space}</s></s>\n'):
+            assert encoded(text + end) == answer, end
 
 
 @pytest.mark.parametrize('kind', ['byte', 'byte_prefix', 'fallback'])
@@ -446,9 +501,9 @@ def test_positions_that_begin_behind_padding_are_no_tokens():
 def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypatch):
     "In what is trained and ranked; and what is sampled is read without it."
     tokenizer = build('bare')
-    turns = [dict(role='user', content='say it')]
+    turns = [user('say it')]
     record = dict(messages=turns, output='the words')
-    text = turns_text([*turns, dict(role='assistant', content='the words')])
+    text = turns_text([*turns, bot('the words')])
     want = [*tokenizer(text)['input_ids'], tokenizer.eos_token_id]
     _, (prompt,), ((answer,),) = encode([record], ('output',), tokenizer, 250)
     assert tokenizer.decode(prompt).endswith('Assistant:')
@@ -494,7 +549,6 @@ def test_the_labels_of_a_local_judge_are_those_behind_its_prompt(kind, tmp_path)
     np.testing.assert_allclose(judge([pair]), 1 + chances[1].item(), rtol=1e-4)
 
 
-OPENED = CHATML[:-len('{% endif %}')] + '<think>\n{% endif %}'
 THOUGHTS = OPENED.replace('{{ m.content }}', """{% if loop.last and m.role == 'assistant' -%}
 <think>\n\n</think>\n\n{% endif %}{{ m.content }}""")
 
@@ -504,13 +558,13 @@ THOUGHTS = OPENED.replace('{{ m.content }}', """{% if loop.last and m.role == 'a
 def test_a_thought_that_the_prompt_opens_is_closed_before_an_answer(family, chat):
     "As the template writes it; where it drops the thought, an empty one is closed."
     tokenizer = build(family)
-    record = dict(instruction='say it')
+    record = SAY
     tokenizer.chat_template = chat
     prompt, = encode_prompts([record], tokenizer)
     answer, own = encode_responses(['the words', '<think>\nsay\n</think>\n\nthe words'], tokenizer)
     start = '<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n<think>\n'
     assert tokenizer.decode(prompt) == start
-    turns = [dict(role='user', content='say it'), dict(role='assistant', content='the words')]
+    turns = [user('say it'), bot('the words')]
     whole = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False))['input_ids']
     assert (whole[:len(prompt + answer)] == prompt + answer) == (chat == THOUGHTS)
     assert tokenizer.decode(answer) == '\n</think>\n\nthe words<|im_end|>'
@@ -539,7 +593,7 @@ def test_a_date_in_a_template_is_one_date(tmp_path, monkeypatch, capsys):
             def now(cls, tz=None): return cls(2026, 11, day)
         monkeypatch.setattr('transformers.utils.chat_template_utils.datetime', Clock)
         loaded = load_tokenizer(folder)
-        days.append(build_prompt(dict(instruction='say it'), loaded))
+        days.append(build_prompt(SAY, loaded))
         assert capsys.readouterr().out.count('writes a date: it is always 2024-07-26') == 1
     assert days[0] == days[1]
     assert days[0].startswith('26 Jul 2024<|im_start|>')
@@ -547,28 +601,23 @@ def test_a_date_in_a_template_is_one_date(tmp_path, monkeypatch, capsys):
     loaded.save_pretrained(folder)
     capsys.readouterr()
     loaded = load_tokenizer(folder)
-    assert build_prompt(dict(instruction='say it'), loaded).startswith('31 Jan 2025')
+    assert build_prompt(SAY, loaded).startswith('31 Jan 2025')
     set_template_arguments(loaded, dict(date_string='today'))
-    assert build_prompt(dict(instruction='say it'), loaded).startswith('today<')
+    assert build_prompt(SAY, loaded).startswith('today<')
     assert capsys.readouterr().out == ''
     with pytest.raises(ValueError, match="strftime_now = 'x' is no date. Write it as"):
         load_tokenizer(folder, arguments=dict(strftime_now='x'))
 
 
-@pytest.mark.parametrize('given, fine', [
-    ("{% set tone = 'dry' %}", False), ('', False), ("{% set tone = tone or 'dry' %}", True),
-    ("{% if tone is not defined %}{% set tone = 'dry' %}{% endif %}", True),
-    ("{% for m in messages %}{% set tone = 'dry' %}{% endfor %}", True)])
-def test_a_template_argument_that_is_overwritten_is_refused(given, fine):
+@pytest.mark.parametrize('given', [
+    "{% set tone = tone or 'dry' %}",
+    "{% if tone is not defined %}{% set tone = 'dry' %}{% endif %}",
+    "{% for m in messages %}{% set tone = 'dry' %}{% endfor %}"])
+def test_a_template_argument_with_a_default_can_be_set(given):
     tokenizer = build('chatml_base')
-    shown = '{{ tone }}' if given else ''
-    tokenizer.chat_template = f'{given}{shown}{CHATML}{{% generation %}}{{% endgeneration %}}'
-    if not fine:
-        with pytest.raises(ValueError, match='^template_arguments: tone is not read by .*$'):
-            set_template_arguments(tokenizer, dict(tone='kind'))
-        return
+    tokenizer.chat_template = f'{given}{{{{ tone }}}}{CHATML}{{% generation %}}{{% endgeneration %}}'
     set_template_arguments(tokenizer, dict(tone='kind'))
-    assert build_prompt(dict(instruction='say it'), tokenizer).startswith('kind<')
+    assert build_prompt(SAY, tokenizer).startswith('kind<')
 
 
 def test_of_several_templates_the_default_is_used_everywhere(tmp_path):
@@ -576,7 +625,7 @@ def test_of_several_templates_the_default_is_used_everywhere(tmp_path):
     several = build('chatml_base')
     several.chat_template = dict(default=CHATML, tool_use='no {{ messages[0].content }}')
     assert end_token(several) == end_token(one)
-    records = [dict(instruction='say it')]
+    records = [SAY]
     folders = [save(tmp_path/name, t) for name, t in (('one', one), ('several', several))]
     one, loaded = (load_tokenizer(folder) for folder in folders)
     assert loaded.chat_template == one.chat_template

@@ -1,5 +1,4 @@
 "A decision on a tiny world of one's own: from files to the page, and what is refused."
-import json
 import sys
 from pathlib import Path
 
@@ -26,20 +25,22 @@ SMALL = dict(reward_model=dict(held_out=2, batch_size=4, epochs=1), dpo=dict(bat
 def mine(base, tmp_path_factory):
     "A user's settings; all tests share the runs of the first."
     folder = tmp_path_factory.mktemp('decide')
-    prompts = [dict(instruction=r['instruction'], input=r['input'])
-               for r in load_records(str(base/'world'), 'eval', n=24)]
-    for name, rows in (('prompts.json', prompts), ('small.json', SMALL)):
-        (folder/name).write_text(json.dumps(rows))
+    eval_split = load_records(str(base/'world'), 'eval', n=24)
+    prompts = [dict(instruction=r['instruction'], input=r['input']) for r in eval_split]
+    given = dict(
+        model=str(base/'sft'), prompts=tiny.write(folder/'prompts.json', prompts),
+        judge='two_judges:longest', labels='two_judges:longest', budget=60,
+        methods=['best_of_n', 'dpo'], out=str(folder/'decide'),
+        size=tiny.write(folder/'small.json', SMALL), device='cpu')
     (folder/'two_judges.py').write_text(JUDGE)
-    sys.path.insert(0, str(folder))
     with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
         patch.setattr('alpaca_farm.run.jobs.run_jobs', tiny.run_here)
-        yield dict(model=str(base/'sft'), prompts=str(folder/'prompts.json'),
-                   judge='two_judges:longest', labels='two_judges:longest', budget=60,
-                   methods=['best_of_n', 'dpo'], out=str(folder/'decide'),
-                   size=str(folder/'small.json'), device='cpu')
-    sys.path.remove(str(folder))
+        yield given
     sys.modules.pop('two_judges', None)
+
+
+def asked(path): return {r['instruction'] for r in read_json(path)}
 
 
 def test_from_files_to_what_to_keep(mine, capsys):
@@ -48,9 +49,8 @@ def test_from_files_to_what_to_keep(mine, capsys):
     assert '100 % [' in said
     assert 'the judge may label' in said
     table = pd.read_csv(folder/'win_rates.csv')
-    candidates = {'best_of_n', 'dpo', 'greedy SFT', 'likeliest of 8', 'longest of 8',
-                  'bag of words'}
-    assert {*table.second} == candidates | {'sft'}
+    assert {*table.second} == {'sft', 'best_of_n', 'dpo', 'greedy SFT', 'likeliest of 8',
+                               'longest of 8', 'bag of words'}
     assert {'first', 'win_rate', 'instructions', 'corrected_low'} < {*table}
     # people are the judge, who likes what is long
     assert table.second[0] in ('longest of 8', 'best_of_n', 'greedy SFT')
@@ -64,89 +64,116 @@ def test_from_files_to_what_to_keep(mine, capsys):
     assert summary['corrected']
     assert 40 < summary['labels'] <= 60
     assert 0 <= summary['loss_with_300'] <= table.loss[0] + .5
-    # each half of the prompts is judged by what has learned from the other
-    runs = mine['out'] + '_runs'
-    halves = [{r['instruction'] for r in read_json(f'{runs}{k}/world/eval.json')}
-              for k in ('', '/again_1')]
-    learned = [{r['instruction'] for r in read_json(f'{runs}{k}/world/preference.json')}
-               for k in ('', '/again_1')]
-    assert len(halves[0] | halves[1]) == 24
-    assert not halves[0] & learned[0]
-    assert learned[0] <= halves[1]
-    assert learned[1] <= halves[0]
-    # nothing is made twice, and the page can be shown
+
+
+def test_each_half_of_the_prompts_is_judged_by_what_has_learned_from_the_other(mine):
     decide.run(DecideConfig(**mine))
+    one = f'{mine["out"]}_runs/world'
+    two = f'{mine["out"]}_runs/again_1/world'
+    measured = asked(f'{one}/eval.json')
+    others = asked(f'{two}/eval.json')
+    learned = asked(f'{one}/preference.json')
+    assert len(measured | others) == 24
+    assert not measured & learned
+    assert learned <= others
+    assert asked(f'{two}/preference.json') <= measured
+
+
+def test_nothing_is_made_twice_and_the_page_can_be_shown(mine, capsys):
+    cfg = DecideConfig(**mine)
+    decide.run(cfg)
+    capsys.readouterr()
+    decide.run(cfg)
     said = capsys.readouterr().out
-    assert f'{runs}/dpo is finished already' in said
+    assert f'{mine["out"]}_runs/dpo is finished already' in said
     assert f'{mine["out"]} is finished' in said
-    assert tiny.show_results('decide', DecideConfig(**mine))
+    assert tiny.show_results('decide', cfg)
+
+
+def longer(pairs):
+    "What Ann says: the longer one."
+    rows = []
+    for p in pairs:
+        second = len(p['output_2']) > len(p['output_1'])
+        rows.append(dict(p, preference=1 + second, annotator='Ann'))
+    return rows
 
 
 def test_people_are_asked_in_rounds_and_other_pairs_only_check(mine, tmp_path, capsys):
     "Without labels it stops with the file to be labelled; the same command goes on with them."
     labels = tmp_path/'labels.json'
-    other = [dict(instruction='Say.', input='', output_1=f'{k}', output_2=f'{k} and more',
-                  preference=2, annotator='Ann') for k in range(5)]
+    pair = dict(instruction='Say.', input='')
+    other = longer([dict(pair, output_1=f'{k}', output_2=f'{k} and more') for k in range(5)])
     write_json(labels, other)
     cfg = DecideConfig(**mine | dict(labels=str(labels)))
-    asked = []
+    pairs = []
     for _ in range(9):
         folder = decide.run(cfg).folder
         if read_summary(folder):
             break
-        pairs = read_json(folder/'to_label.json')
-        assert pairs[:len(asked)] == asked[:len(pairs)] or len(pairs) >= len(asked)
         assert 'labels are missing' in capsys.readouterr().out
-        asked = pairs
-        labelled = [dict(p, preference=1 + (len(p['output_2']) > len(p['output_1'])),
-                         annotator='Ann') for p in pairs]
-        write_json(labels, other + labelled)
+        pairs = read_json(folder/'to_label.json')
+        write_json(labels, other + longer(pairs))
     summary = read_summary(folder)
     assert summary['others'] == 5
-    assert summary['labels'] == len(asked) <= 60
-    assert {p['drawn'] for p in asked} == {'random'}
-    assert {p['generator_1'] for p in asked} == {'sft'}
+    assert summary['labels'] == len(pairs) <= 60
+    assert {p['drawn'] for p in pairs} == {'random'}
+    assert {p['generator_1'] for p in pairs} == {'sft'}
     table = pd.read_csv(folder/'win_rates.csv')
-    by_method = pd.Series([p['generator_2'] for p in asked]).value_counts()
+    by_method = pd.Series([p['generator_2'] for p in pairs]).value_counts()
     counts = table.set_index('second').n_labels
-    assert all(by_method[m] == n for m, n in counts.items() if m != 'sft' and n)
+    for method, n in counts.items():
+        if method != 'sft' and n:
+            assert by_method[method] == n
     assert counts.nunique() > 2, 'all candidates have as many labels'
 
 
-def test_an_instruction_counts_once_however_many_seeds_have_answered_it(monkeypatch):
-    "By the mean of its verdicts and an answer of either seed; two halves of prompts add up."
-    def boards(prompts, verdicts):   # of each seed
-        made = []
-        for k, (asked, verdict) in enumerate(zip(prompts, verdicts)):
+@pytest.fixture
+def boards(monkeypatch):
+    "A board of as many seeds as there are lists of prompts, with the judge's verdicts on each."
+    made = []
+    monkeypatch.setattr(decide, 'farm_board', lambda *_: made.pop(0))
+    monkeypatch.setattr(decide, 'farm_world', lambda farm: World(farm.world))
+    facts = pd.DataFrame(dict(method=['dpo'], length=[2.], kl=[1.]))
+    def board(prompts, verdicts):
+        for seed, (numbers, verdict) in enumerate(zip(prompts, verdicts)):
             answers = {}
-            for row, text in (('sft', 'I.'), ('dpo', f'seed {k}')):
-                answers[row] = [dict(instruction=f'{i}?', output=text) for i in asked]
-            facts = pd.DataFrame(dict(method=['dpo'], length=[2.], kl=[1.]))
+            for row, text in (('sft', 'I.'), ('dpo', f'seed {seed}')):
+                answers[row] = [dict(instruction=f'{i}?', output=text) for i in numbers]
             made.append((answers, dict(pool=dict(dpo=1 + verdict)), facts))
-        monkeypatch.setattr(decide, 'farm_board', lambda *_: made.pop(0))
-        monkeypatch.setattr(decide, 'farm_world', lambda farm: World(farm.world))
         return decide.read_board(DecideConfig(seeds=len(prompts)), ['dpo'], None)
+    return board
 
-    same = range(60)
-    verdict = np.random.default_rng(0).random(60)
-    one = boards([same], [verdict])
-    two = boards([same]*2, [verdict]*2)
+
+SAME = range(60)
+VERDICT = np.random.default_rng(0).random(60)
+
+
+def test_an_instruction_counts_once_however_many_seeds_have_answered_it(boards):
+    "By the mean of its verdicts and an answer of either seed."
+    one = boards([SAME], [VERDICT])
+    two = boards([SAME]*2, [VERDICT]*2)
     assert (one.judge == two.judge).all()
-    tables = [decide._decision_table(b, np.full(b.judge.shape, np.nan)) for b in (one, two)]
+    unlabelled = np.full(one.judge.shape, np.nan)
+    tables = [decide._decision_table(board, unlabelled) for board in (one, two)]
     pd.testing.assert_frame_equal(*tables)   # no interval is narrower
-    asked = [p['instruction'] for p in two.pairs['dpo']]
-    assert sorted(asked) == sorted(f'{i}?' for i in same)
+    said = [p['instruction'] for p in two.pairs['dpo']]
+    assert sorted(said) == sorted(f'{i}?' for i in SAME)
     assert {p['output_2'] for p in two.pairs['dpo']} == {'seed 0', 'seed 1'}
-    mean = boards([same]*2, [verdict, 1 - verdict])
+    mean = boards([SAME]*2, [VERDICT, 1 - VERDICT])
     assert mean.judge == pytest.approx(np.full((60, 1), .5))
-    halves = boards([range(30), range(30, 60)], [verdict[:30], verdict[30:]])
-    by_prompt = dict(zip((p['instruction'] for p in halves.pairs['dpo']), halves.judge[:, 0]))
-    assert [by_prompt[f'{i}?'] for i in same] == pytest.approx(verdict)
+
+
+def test_two_halves_of_prompts_add_up(boards):
+    halves = boards([SAME[:30], SAME[30:]], [VERDICT[:30], VERDICT[30:]])
+    said = [p['instruction'] for p in halves.pairs['dpo']]
+    by_prompt = dict(zip(said, halves.judge[:, 0]))
+    assert [by_prompt[f'{i}?'] for i in SAME] == pytest.approx(VERDICT)
 
 
 def test_a_judge_that_fails_stops_it_unless_forced(mine):
     failing = mine | dict(labels='two_judges:shortest', seeds=1)
-    with pytest.raises(ValueError, match='no better than a coin. Name another, or use force'):
+    with pytest.raises(ValueError, match='no better than a coin.*force'):
         decide.run(DecideConfig(**failing))
     table = pd.read_csv(decide.run(DecideConfig(**failing, force=True)).folder/'win_rates.csv')
     favourite = table.loc[table.win_rate.idxmax()]   # of a judge whom people contradict
@@ -161,19 +188,20 @@ def test_few_labels_check_the_judge_and_correct_nothing(mine):
     assert table.corrected.tolist() == pytest.approx(table.win_rate.tolist(), abs=.001)
 
 
-@pytest.mark.parametrize('given, message', [
-    (dict(prompts=''), 'name prompts and judge'), (dict(labels='no/such/labels.json'), 'labels'),
+@pytest.mark.parametrize('given, name', [
+    (dict(prompts=''), 'prompts'), (dict(labels='no/such/labels.json'), 'labels'),
     (dict(methods=['dop']), 'dop')])
-def test_what_is_bad_is_refused(mine, given, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+def test_what_is_bad_is_refused(mine, given, name):
+    with pytest.raises((ValueError, FileNotFoundError), match=name):
         decide.run(DecideConfig(**mine | dict(seeds=1) | given))
 
 
 def test_a_model_that_answers_nothing_is_refused(mine, monkeypatch):
     read = decide.read_answers
-    monkeypatch.setattr(decide, 'read_answers', lambda *a, **k: [
-        dict(r, output=['']*len(r['output'])) for r in read(*a, **k)])
-    with pytest.raises(ValueError, match='answers nothing to 12 of 12 prompts'):
+    def nothing(*args, **more):
+        return [dict(r, output=['']*len(r['output'])) for r in read(*args, **more)]
+    monkeypatch.setattr(decide, 'read_answers', nothing)
+    with pytest.raises(ValueError, match='12 of 12 prompts'):
         decide.run(DecideConfig(**mine | dict(seeds=1)))
 
 

@@ -32,40 +32,39 @@ def named(cfg, replicate=0):
     return {j.out.rpartition('/')[2]: j for j in farm_jobs(cfg, replicate)}
 
 
-def test_the_table_says_what_a_run_reads_and_who_labels():
-    "Who learns from the crowd reads what the crowd has made; every run that is read is made."
-    labellers = dict(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:gold')
-    for k, folder in enumerate(('runs', 'runs/seed_1')):
-        jobs = named(FarmConfig(**labellers, device='cpu', seeds=2), k)
-        assert set(jobs) == set(RUNS)
-        assert {n for j in jobs.values() for n in j.needs} <= {j.out for j in jobs.values()}
-        for name, row in RUNS.items():
-            out = jobs[name].out
-            given = jobs[name].settings
-            assert out == f'{folder}/{name}'
-            assert jobs[name].cost == row['cost']
-            reads = {setting: f'{folder}/{run}' for setting, run in row['reads'].items()}
-            seed = k + row['settings'].get('seed', 0)
-            assert given.items() >= dict(reads, device='cpu', seed=seed).items()
-            assert {RUNS[r]['labels'] for r in row['reads'].values()} <= {'', row['labels']}
-            if 'annotators' in row['settings']:
-                assert given['annotators'] == labellers.get(row['labels'])
-    # no method has help in choosing its checkpoint
+@pytest.mark.parametrize('replicate, folder', [(0, 'runs'), (1, 'runs/seed_1')])
+def test_the_table_says_what_a_run_reads_and_who_labels(replicate, folder):
+    "Who learns from the crowd reads what the crowd has made."
+    labellers = dict(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:crowd')
+    made = named(FarmConfig(**labellers, device='cpu', seeds=2), replicate)
+    assert {*made} == {*RUNS}
+    for name, row in RUNS.items():
+        job = made[name]
+        assert job.out == f'{folder}/{name}'
+        assert job.cost == row['cost']
+        assert job.settings['device'] == 'cpu'
+        assert job.settings['seed'] == replicate + row['settings'].get('seed', 0)
+        for setting, run in row['reads'].items():
+            assert job.settings[setting] == f'{folder}/{run}'
+            assert RUNS[run]['labels'] in ('', row['labels'])
+        if 'annotators' in row['settings']:
+            assert job.settings['annotators'] == labellers[row['labels']]
+
+
+def test_no_method_has_help_in_choosing_its_checkpoint():
     comparing = [name for name, row in methods().items() if 'annotators' in row['settings']]
     assert comparing == ['feedme', 'reward_conditioning']
     assert [row['method'] for row in RUNS.values() if row['method']] == [*methods()]*2
 
 
-def test_every_replicate_has_a_crowd_of_its_own():
-    "Labels and board of a replicate are those of the populations in its own world's files."
+@pytest.mark.parametrize('replicate, folder', [(0, 'runs'), (1, 'runs/seed_1')])
+def test_every_replicate_has_a_crowd_of_its_own(replicate, folder):
+    "The labels of a replicate are those of the populations in its own world's files."
+    made = named(FarmConfig(seeds=2), replicate)
     who_labels = dict(annotators='pool', annotators_crowd='crowd', feedme='pool',
                       feedme_crowd='crowd')
-    for k, folder in enumerate(('runs', 'runs/seed_1')):
-        jobs = named(FarmConfig(seeds=2), k)
-        for run, who in who_labels.items():
-            assert jobs[run].settings['annotators'] == f'{folder}/world/{who}.json', run
-        board = population(FarmConfig(), 'held_out', World(f'{folder}/world'))
-        assert board == f'{folder}/world/held_out_crowd.json'
+    for run, who in who_labels.items():
+        assert made[run].settings['annotators'] == f'{folder}/world/{who}.json', run
 
 
 def test_a_population_is_named_by_its_file(base):
@@ -79,68 +78,98 @@ def test_a_population_is_named_by_its_file(base):
 
 
 def test_all_rows_answer_at_temperature_1():
-    jobs = {name: j.settings for name, j in named(FarmConfig()).items()}
-    names = 'temperature', 'eval_temperature'
-    assert [n for n, s in jobs.items() if {s.get(k, 1.) for k in names} != {1.}] == ['sft_greedy']
-    assert jobs['best_of_n']['samples'] == 'runs/eval_samples'
+    others = set()
+    made = named(FarmConfig())
+    for name, job in made.items():
+        for setting in ('temperature', 'eval_temperature'):
+            if job.settings.get(setting, 1.) != 1.:
+                others.add(name)
+    assert others == {'sft_greedy'}
+    assert made['best_of_n'].settings['samples'] == 'runs/eval_samples'
 
 
-def test_groups_of_methods_over_replicates():
-    "Differences, and the replicates that two points need, by hand."
+@pytest.fixture(scope='module')
+def five():
+    "Five replicates of five methods, of which the first two are as good; and their names."
     rng = np.random.default_rng(0)
     level = np.array([1.62, 1.615, 1.55, 1.5, 1.2])
-    names = ['a', 'b', 'c', 'sft', 'base model']
-    five = level + .006*rng.normal(size=(5, 1, 5)) + .1*rng.normal(size=(5, 400, 5))
-    found = _method_differences(five, names)
+    replicates = .006*rng.normal(size=(5, 1, 5))
+    return level + replicates + .1*rng.normal(size=(5, 400, 5)), ['a', 'b', 'c', 'sft', 'base model']
+
+
+def test_differences_of_methods_are_those_of_their_replicates(five):
+    verdicts, names = five
+    found = _method_differences(verdicts, names)
     row = found.set_index(['better', 'worse']).loc['a', 'c']
-    each = 100*(five[..., 0] - five[..., 2]).mean(1)
-    assert (row.difference, row.sd) == pytest.approx((each.mean(), each.std(ddof=1)))
+    each = 100*(verdicts[..., 0] - verdicts[..., 2]).mean(1)
+    assert row.difference == pytest.approx(each.mean())
+    assert row.sd == pytest.approx(each.std(ddof=1))
     assert row.clear
+    # Student's t with four degrees of freedom
     assert row.high - row.difference >= 2.77*row.sd/5**.5
     groups = [sorted(g) for g in method_groups(found)]
     assert groups == [['a', 'b'], ['c'], ['sft'], ['base model']]
+
+
+def test_how_many_replicates_two_points_need(five):
+    "So many that four of five studies find them."
+    verdicts, names = five
+    found = _method_differences(verdicts, names)
     summary = _separation(found)
     spread = summary['spread_of_differences']
-    needed = summary['replicates_for_2_points']
     assert spread == pytest.approx((found.sd**2).mean()**.5)
-    def found_by(R, n=20_000):   # share of studies of R replicates that find two points
-        studies = 2 + spread*rng.normal(size=(R, n))
-        return np.mean(studies.mean(0) > stdtrit(R - 1, .975)*studies.std(0, ddof=1)/R**.5)
+    def found_by(R, n=20_000):   # share of studies of R replicates
+        studies = 2 + spread*np.random.default_rng(1).normal(size=(R, n))
+        half = stdtrit(R - 1, .975)*studies.std(0, ddof=1)/R**.5
+        return np.mean(studies.mean(0) > half)
+    needed = summary['replicates_for_2_points']
     assert found_by(needed) > .79
     assert found_by(needed - 1) < .81
-    assert _separation(_method_differences(five[:1], names))['replicates_for_2_points'] is None
+    assert _separation(_method_differences(verdicts[:1], names))['replicates_for_2_points'] is None
 
 
 def test_equal_methods_are_rarely_apart():
-    "Of 45 differences of ten equal methods one at least is clear in most studies; Holm's in 1 of 20."
-    apart = []
+    "Of 45 differences of ten equal methods one is clear in most studies; Holm's in 1 of 20."
+    clear = []
+    grouped = []
     for seed in range(100):
         rng = np.random.default_rng(seed)
         equal = 1.5 + .025*rng.normal(size=(5, 1, 10)) + .1*rng.normal(size=(5, 12, 10))
         found = _method_differences(equal, list('abcdefghij'))
-        apart.append((found.clear.any(), len(method_groups(found)) > 1))
-    alone, together = np.mean(apart, 0)
-    assert alone > .6
-    assert together < .12
+        clear.append(found.clear.any())
+        grouped.append(len(method_groups(found)) > 1)
+    assert np.mean(clear) > .6
+    assert np.mean(grouped) < .12
 
 
-def test_spread_over_replicates():
+@pytest.fixture(scope='module')
+def three():
+    "What three kinds of judges say in three replicates of three methods."
     rng = np.random.default_rng(0)
-    names = ['sft', 'a', 'b']
-    three = {c: 1.5 + .1*rng.normal(size=(3, 40, 3)) for c in COLUMNS} | dict(names=names)
+    judged = {column: 1.5 + .1*rng.normal(size=(3, 40, 3)) for column in COLUMNS}
+    return judged | dict(names=['sft', 'a', 'b'])
+
+
+def test_spread_over_replicates(three):
     row = _simulation_table(three, 0).set_index('method').loc['b']
     means = 100*(three['crowd'][..., 2].mean(1) - 1)
-    found = row.crowd, row.crowd_sd, row.replicates
-    assert found == pytest.approx((means.mean(), means.std(ddof=1), 3))
+    assert row.crowd == pytest.approx(means.mean())
+    assert row.crowd_sd == pytest.approx(means.std(ddof=1))
+    assert row.replicates == 3
     # Student's t with two degrees of freedom
     assert row.crowd_high - row.crowd >= 4.3*row.crowd_sd/3**.5
-    r = _correlations(three, 0)
-    each = [float(spearman(*(three[c][k].mean(0) for c in COLUMNS[:2]))) for k in range(3)]
-    assert r['spearman_simulated_crowd'] == pytest.approx(np.mean(each))
-    assert r['gaining'] == 0
-    assert 'spearman_simulated_crowd_gaining' not in r
-    one = three | {c: three[c][:1] for c in COLUMNS}
+    one = three | {column: three[column][:1] for column in COLUMNS}
     assert 'crowd_sd' not in _simulation_table(one, 0)
+
+
+def test_correlations_are_means_over_replicates(three):
+    found = _correlations(three, 0)
+    each = []
+    for simulated, crowd in zip(three['simulated'], three['crowd']):
+        each.append(float(spearman(simulated.mean(0), crowd.mean(0))))
+    assert found['spearman_simulated_crowd'] == pytest.approx(np.mean(each))
+    assert found['gaining'] == 0
+    assert 'spearman_simulated_crowd_gaining' not in found
 
 
 def test_the_farm_runs_where_its_place_says(monkeypatch, tmp_path):
@@ -234,52 +263,61 @@ def test_a_curve_only_where_a_person_has_the_notebook_open(monkeypatch, session)
     assert len(drawn) < 8000
 
 
-@pytest.mark.parametrize('n, factor, logs', [(12, 1., 0), (12, 5., 0), (12, 8., 1), (1, 5., 0)])
-def test_the_time_left_learns_from_the_runs(tmp_path, monkeypatch, capfd, n, factor, logs):
+class Clock:
+    "A time that passes only where one sleeps."
+    def __init__(self):
+        self.now = 1000.
+
+    def monotonic(self): return self.now
+
+    def time(self): return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize('factor, logs', [(1., False), (5., False), (8., True)])
+def test_the_time_left_learns_from_the_runs(tmp_path, monkeypatch, capfd, factor, logs):
     "Two at a time, of ten declared seconds that are `factor` times as many; best with a log."
-    clock = SimpleNamespace(now=1000.)
+    clock = Clock()
+    seconds = 10*factor
     shown = []
-    clock.monotonic, clock.time = lambda: clock.now, lambda: clock.now
-    clock.sleep = lambda seconds: vars(clock).update(now=clock.now + seconds)
-    monkeypatch.setattr(jobs, 'time', clock)
-    monkeypatch.setattr(progress, 'time', clock)
-    monkeypatch.delenv('JPY_SESSION_NAME', raising=False)
-
     ends = {}
-
     def submit(f, notebook, output, *_):
-        end = ends[output.stem] = clock.now + 10*factor
+        end = ends[output.stem] = clock.now + seconds
         return SimpleNamespace(done=lambda: clock.now >= end, exception=lambda: None)
-
     def share(job):
         end = ends.get(Path(job.out).name)
-        return logs*(1 - (end - clock.now)/(10*factor)) if end else 0.
+        return 1 - (end - clock.now)/seconds if logs and end else 0.
+    def show(self, step, text='', value=None, left=None):
+        shown.append((clock.now - 1000, left))
+    monkeypatch.setattr(jobs, 'time', clock)
+    monkeypatch.setattr(progress, 'time', clock)
     monkeypatch.setattr(jobs, '_share_done', share)
-    monkeypatch.setitem(jobs.PLACES, 'toys', lambda workers, gpus: jobs.Place(submit, [{}, {}]))
-    def show(self, step, text='', value=None, left=None): shown.append((clock.now, left))
     monkeypatch.setattr(progress.Progress, '__call__', show)
-    table = [jobs.Job(str(tmp_path/f'run_{k}'), 'sft') for k in range(n)]
+    monkeypatch.setitem(jobs.PLACES, 'toys', lambda workers, gpus: jobs.Place(submit, [{}, {}]))
+    monkeypatch.delenv('JPY_SESSION_NAME', raising=False)
+    table = [jobs.Job(str(tmp_path/f'run_{k}'), 'sft') for k in range(12)]
     assert jobs.run_jobs(table, name='toys', place='toys') == []
     whole = clock.now - 1000
-    if n == 1:
-        return   # nothing is learned from yet
-    assert whole == pytest.approx(60*factor, rel=.1)
-    for now, left in shown:
-        over = (now - 1000)/whole
-        true = 1000 + whole - now
-        if (.02 if logs else .4) < over < .9:
-            assert left == pytest.approx(true, rel=.3 if logs else .7, abs=3*factor), over
+    assert whole == pytest.approx(6*seconds, rel=.1)
+    first = .02 if logs else .4   # where it has begun to be right
+    for passed, left in shown:
+        if first < passed/whole < .9:
+            near = pytest.approx(whole - passed, rel=.3 if logs else .7, abs=3*factor)
+            assert left == near, passed
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 12
-    assert lines[0].startswith(f'toys 2/12: run_0 took {10*factor:.0f} s, ')
-    assert lines[-1] == f'toys 12/12: run_11 took {10*factor:.0f} s'
+    assert lines[0].startswith(f'toys 2/12: run_0 took {seconds:.0f} s, ')
+    assert lines[-1] == f'toys 12/12: run_11 took {seconds:.0f} s'
 
 
 def test_a_run_that_ends_is_told_where_there_is_no_terminal(base, tmp_path):
     "From a notebook that papermill executes, whose output goes to a file; failures too."
     import nbformat
     given = tiny.settings('annotators', base)
-    table = {str(tmp_path/'labels'): given, str(tmp_path/'none'): given | dict(outputs='')}
+    table = dict(labels=given, none=given | dict(outputs=''))
+    table = {str(tmp_path/name): settings for name, settings in table.items()}
     code = ('from alpaca_farm.run.jobs import Job, run_jobs\n'
             f'run_jobs([Job(f, "annotators", given) for f, given in {table!r}.items()], 1, "toys")')
     cells = [nbformat.v4.new_code_cell(code)]

@@ -40,25 +40,34 @@ def asks(text): return [dict(instruction=f'{text} {i}', input='', output='ok') f
 
 
 SCRIPT = b'raise SystemExit("a loading script was executed")'
+def liked(model, score): return dict(model=model, response=model*2, overall_score=score)
+
+
+ANSWERED = dict(instruction='Hi.', completions=[liked('a', 8.5), liked('b', 3)])
+OF_THE_FARM = {
+    'alpaca_farm.py': SCRIPT, 'README.md': b'---\nlicense: cc-by-nc-4.0\n---\n',
+    'alpaca_farm_evaluation.json': dump([dict(r, generator='text_davinci_003')
+                                         for r in asks('eval')])}
+for name in ('human', 'noisy_multi', 'gpt4'):
+    OF_THE_FARM[f'alpaca_{name}_preference.json'] = dump([dict(PAIR, instruction=name)])
+for split in ('sft', 'preference', 'unlabeled', 'val'):
+    OF_THE_FARM[f'alpaca_instructions/{split}.json'] = dump(asks(split))
+OF_HH = {'red-team-attempts/red_team_attempts.jsonl.gz': gzip.compress(b'{}')}
+for part in ('harmless-base', 'helpful-base'):
+    for split in ('train', 'test'):
+        row = dict(HH, chosen=f'{HH["chosen"]} {part} {split}')
+        OF_HH[f'{part}/{split}.jsonl.gz'] = gzip.compress(lines([row]))
+BINARIZED = {}
+for split in ('train_sft', 'train_prefs', 'test_prefs'):
+    for i in (0, 1):
+        BINARIZED[f'data/{split}-0000{i}-of-00002.parquet'] = parquet([binarized(f'{split} {i}')])
 REPOSITORIES = {
-    'tatsu-lab/alpaca_farm': {
-        'alpaca_farm.py': SCRIPT, 'README.md': b'---\nlicense: cc-by-nc-4.0\n---\n',
-        'alpaca_farm_evaluation.json': dump([dict(r, generator='text_davinci_003')
-                                             for r in asks('eval')]),
-        **{f'alpaca_{k}_preference.json': dump([dict(PAIR, instruction=k)])
-           for k in ('human', 'noisy_multi', 'gpt4')},
-        **{f'alpaca_instructions/{s}.json': dump(asks(s))
-           for s in ('sft', 'preference', 'unlabeled', 'val')}},
-    'Anthropic/hh-rlhf': {
-        **{f'{c}/{s}.jsonl.gz': gzip.compress(lines([dict(HH, chosen=HH['chosen'] + f' {c} {s}')]))
-           for c in ('harmless-base', 'helpful-base') for s in ('train', 'test')},
-        'red-team-attempts/red_team_attempts.jsonl.gz': gzip.compress(b'{}')},
-    'HuggingFaceH4/ultrafeedback_binarized': {
-        f'data/{s}-0000{i}-of-00002.parquet': parquet([binarized(f'{s} {i}')])
-        for s in ('train_sft', 'train_prefs', 'test_prefs') for i in (0, 1)},
-    'openbmb/UltraFeedback': {'sharegpt.jsonl': lines([dict(instruction='Hi.', completions=[
-        dict(model=m, response=m * 2, overall_score=s) for m, s in (('a', 8.5), ('b', 3))])])},
-    'somebody/nothing': {'nothing.py': SCRIPT}, 'somebody/gated': {'GATED': b''},
+    'tatsu-lab/alpaca_farm': OF_THE_FARM,
+    'Anthropic/hh-rlhf': OF_HH,
+    'HuggingFaceH4/ultrafeedback_binarized': BINARIZED,
+    'openbmb/UltraFeedback': {'sharegpt.jsonl': lines([ANSWERED])},
+    'somebody/nothing': {'nothing.py': SCRIPT},
+    'somebody/gated': {'GATED': b''},
     'somebody/mine': {'train.csv': b'question,answer\nAdd.,2\n'}}
 
 CODE = '''
@@ -85,9 +94,12 @@ CASES = {
     'binarized sft': ('HuggingFaceH4/ultrafeedback_binarized', 'sft', 'output'),
     'candidates': ('openbmb/UltraFeedback:sharegpt', 'candidates', ['candidates']),
     'columns': ('somebody/mine', 'sft', 'output', 0, 'instruction=question,output=answer'),
-    'several': ('Anthropic/hh-rlhf', 'sft'), 'no config': (f'{FARM}:alpaca_instruction', 'sft'),
-    'no split': (f'{FARM}:alpaca_instructions', 'eval'), 'nothing': ('somebody/nothing', 'sft'),
-    'no such': ('somebody/no_such', 'sft'), 'no revision': ('somebody/mine@v2', 'sft'),
+    'several': ('Anthropic/hh-rlhf', 'sft'),
+    'no config': (f'{FARM}:alpaca_instruction', 'sft'),
+    'no split': (f'{FARM}:alpaca_instructions', 'eval'),
+    'nothing': ('somebody/nothing', 'sft'),
+    'no such': ('somebody/no_such', 'sft'),
+    'no revision': ('somebody/mine@v2', 'sft'),
     'gated': ('somebody/gated', 'sft')}
 
 
@@ -136,12 +148,12 @@ def test_configurations_and_layouts(hub):
     assert got['columns'][0]['output'] == '2'
 
 
-@pytest.mark.parametrize('case, words', [
-    ('several', 'has no sft or train_sft or train; it has harmless-base/test, '),
-    ('no config', 'alpaca_instructions'),
-    ('no split', 'has no alpaca_instructions/eval'), ('nothing', 'it has no data'),
+@pytest.mark.parametrize('case, name', [
+    ('several', 'harmless-base/test'), ('no config', 'alpaca_instructions'),
+    ('no split', 'alpaca_instructions/eval'), ('nothing', 'no data'),
     ('no such', 'RepositoryNotFound'), ('no revision', 'RevisionNotFound'), ('gated', 'Gated')])
-def test_what_cannot_be_read_is_said(hub, case, words): assert words in hub[0][case], hub[0][case]
+def test_what_cannot_be_read_is_said(hub, case, name):
+    assert name in hub[0][case], hub[0][case]
 
 
 def test_only_the_data_files_of_the_split_are_fetched(hub):

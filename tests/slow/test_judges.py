@@ -60,18 +60,19 @@ def test_prompts_of_five_pairs(tmp_path):
     want = longer(pairs(23))
     with judge_server(template='Output ({letter})\n'*5) as server:
         found = made(server, tmp_path, spec)(pairs(23))
-        assert found == [v for i in range(4, 20, 5) for v in [want[i]]*5] + [1.]*3
+        last_of_five = np.repeat(want[4:20:5], 5)
+        assert found == [*last_of_five, 1., 1., 1.]
         server.set(template='Output ({letter})')
         one_for_five = made(server, tmp_path, spec, store=str(tmp_path/'other'))
         with pytest.raises(ValueError, match='in 5 of its 5 answers.*Output'):
             one_for_five(pairs(23))
 
 
+TWICE = dict(p=.2, times=2)
 FAULTS = {
-    '429': .5, '500': .6, 'timeout': {'p': .1, 'times': 1}, 'reset': .2, 'truncated': .2,
-    'badjson': .2, 'schema': .2, 'nologprobs': {'p': .2, 'times': 2},
-    'refusal': {'p': .2, 'times': 2}, 'unparseable': {'p': .2, 'times': 2},
-    'context': {'p': 0, 'always_for': 'Say word 7\\.'}}
+    '429': .5, '500': .6, 'timeout': dict(p=.1, times=1), 'reset': .2, 'truncated': .2,
+    'badjson': .2, 'schema': .2, 'nologprobs': TWICE, 'refusal': TWICE, 'unparseable': TWICE,
+    'context': dict(p=0, always_for='Say word 7\\.')}
 
 
 @pytest.mark.parametrize('name', FAULTS)
@@ -88,13 +89,15 @@ def test_faults_cost_no_label(tmp_path, name):
         found = judge(pairs(60))
         counts = server.counts()
     lost = [7] if name == 'context' else []
-    want = [.8*y + .3 if soft else y for y in longer(pairs(60))]
-    for i in lost:
-        want[i] = math.nan
+    want = np.array(longer(pairs(60)))
+    if soft:
+        want = .8*want + .3
+    want[lost] = math.nan
     assert found == pytest.approx(want, nan_ok=True), 'a label was lost or made up'
     good = counts['ok']
-    injected = sum(counts.values()) - counts['ok']
-    assert injected and (slow or good == 60 - len(lost)), 'an answer was paid for twice'
+    injected = sum(counts.values()) - good
+    assert injected
+    assert slow or good == 60 - len(lost), 'an answer was paid for twice'
     kept = injected if name in ('nologprobs', 'refusal', 'unparseable') else 0   # read, no verdict
     assert len(Store(tmp_path/'answers.sqlite')) == 60 - len(lost) + kept
 
@@ -286,37 +289,53 @@ def test_a_verdict_has_a_plain_form_and_nothing_else_is_read(style):
 SHOWN = CLEAN | dict(output_2='Hello there.\nOutput (b) wins. Output (b) wins, of course.')
 
 
-@pytest.mark.parametrize('name, text, verdict', [
-    ('lmsys_gpt4', '7, 7', 1.5), ('lmsys_gpt4', '7 or 9', None), ('lmsys_gpt4', 'Hm.\n7 9', None),
-    ('structured', 'It says {"better": "second"}', None), ('alpaca_eval_gpt4', RANKS, 2),
-    ('alpaca_eval_gpt4', f'Not {RANKS}', None),
-    ('alpaca_eval_gpt4', RANKS.replace('2}', '1}'), None),
-    ('', 'I read: Output (b) wins, of course. Hm.', None),
-    ('', 'Output (b) wins. Verdict: Output (a)', 1),
-    ('', 'Output (b)', 2)])
-def test_a_verdict_is_a_whole_answer_in_the_judges_own_words(name, text, verdict):
-    "Scores, objects, rankings, and labels in sentences that a candidate does not have."
-    e = load_evaluators(name)[0] if name else matching(STYLES['output'][0])
-    found, = parse_verdicts(e, said(text), [SHOWN])
-    assert math.isnan(found) if verdict is None else found == verdict
+@pytest.mark.parametrize('name, text', [
+    ('lmsys_gpt4', '7 or 9'), ('lmsys_gpt4', 'Hm.\n7 9'),
+    ('structured', 'It says {"better": "second"}'), ('alpaca_eval_gpt4', f'Not {RANKS}'),
+    ('alpaca_eval_gpt4', RANKS.replace('2}', '1}'))])
+def test_a_verdict_is_a_whole_answer(name, text):
+    verdict, = parse_verdicts(load_evaluators(name)[0], said(text), [SHOWN])
+    assert math.isnan(verdict)
+
+
+def test_a_verdict_is_in_the_judges_own_words():
+    "Not in a sentence that a candidate has."
+    e = matching(STYLES['output'][0])
+    def read(text): return parse_verdicts(e, said(text), [SHOWN])[0]
+    assert math.isnan(read('I read: Output (b) wins, of course. Hm.'))
+    assert read('Output (b) wins. Verdict: Output (a)') == 1
 
 
 KEY = '"Output (a) is better than Output (b)": '
 REASONS = '"Concise explanation": "Both are bad. Output (a) is less confusing, if not true.",\n'
-def letters(said): return [f'\n\n### Best output for example 7:\n({x})' for x in said]
+
+
+def letters(said):
+    return ''.join(f'\n\n### Best output for example 7:\n({x})' for x in said)
+
+
 def rows(said): return '\n'.join(f'### Which, Output (a) or Output (b)?:\n{x}' for x in said)
-def objects(said): return '\n\n### Example:\n'.join(f'{{\n{REASONS}{KEY}{x}\n}}' for x in said)
+
+
+def objects(*said):
+    return '\n\n### Example:\n'.join(f'{{\n{REASONS}{KEY}{x}\n}}' for x in said)
+
+
+PLAIN = [f'Output ({x})' for x in 'abbab']
+DENIED = [f'Output ({x}) is not better' for x in 'abbab']
 
 
 @pytest.mark.parametrize('annotator, text, verdicts', [
-    ('davinci003_4', ' (b)', [2]), ('davinci003_2', '\n(b)', [2]),
-    ('davinci003_1', ''.join(letters('abba')), [1, 2, 2, 1]),
-    ('davinci003_3', ''.join(letters('abbaa'))[33:], [1, 2, 2, 1, 1]),
-    ('chatgpt_2', objects(['false']), [2]), ('chatgpt_2', objects(['true']).replace('\n', ''), [1]),
+    ('davinci003_4', ' (b)', [2]),
+    ('davinci003_2', '\n(b)', [2]),
+    ('davinci003_1', letters('abba'), [1, 2, 2, 1]),
+    ('davinci003_3', letters('abbaa')[33:], [1, 2, 2, 1, 1]),
+    ('chatgpt_2', objects('false'), [2]),
+    ('chatgpt_2', objects('true').replace('\n', ''), [1]),
     ('chatgpt_2', '{"Output (b) is better than Output (a)": true}', [None]),
-    ('gpt4_1', objects(['true', 'false', 'true', 'false']), [1, 2, 1, 2]),
-    ('gpt4_5', rows(f'Output ({x})' for x in 'abbab'), [1, 2, 2, 1, 2]),
-    ('gpt4_5', rows(f'Output ({x}) is not better' for x in 'abbab'), [None]*5)])
+    ('gpt4_1', objects('true', 'false', 'true', 'false'), [1, 2, 1, 2]),
+    ('gpt4_5', rows(PLAIN), [1, 2, 2, 1, 2]),
+    ('gpt4_5', rows(DENIED), [None]*5)])
 def test_what_alpaca_farms_prompts_show_is_read_as_they_mean_it(annotator, text, verdicts):
     e = next(e for e in load_evaluators('alpaca_farm') if e.name == annotator)
     found = parse_verdicts(e, dict(choices=[dict(text=text)]))
@@ -350,9 +369,6 @@ GOOD = dict(prompt_template='p.txt', completions_kwargs=dict(model_name='m', max
 @pytest.mark.parametrize('wrong, message', [
     (dict(batch_size=2), '2 times'), (parser(pattern='a'), 'argument'),
     (dict(prompt_template='q.txt'), 'q.txt does not exist'),
-    (parser(outputs_to_match={1: '(a', 2: 'b'}), 'unterminated'),
-    (parser(outputs_to_match={1: '.*', 2: 'b'}), 'empty answer'),
-    (parser(outputs_to_match={'first': 'a', 2: 'b'}), 'could not convert'),
     (parser('logprob_parser', numerator_token='m', denominator_tokens=[1]), 'a list of them'),
     (parser('json_parser', key='k', values=dict(a=3)), 'from 1 to 2'),
     (parser('pipeline_meta_parser', parsers_to_kwargs=dict(a=1)), 'completion_parser_kwargs'),
