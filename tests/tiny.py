@@ -16,6 +16,8 @@ import floors
 from alpaca_farm.run.paths import module_of
 
 ROOT = Path(__file__).parents[1]
+# where a process of its own finds the library and this module
+PATHS = os.pathsep.join(str(ROOT/place) for place in ('', 'tests', 'tools'))
 SHARED = floors.shared_folders()   # their notebooks make no runs
 LONG = 3600   # seconds, where something needs a limit: that of the whole run (pytest.ini)
 SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)

@@ -124,7 +124,7 @@ def test_a_clock_that_goes_back_turns_no_label(tmp_path, monkeypatch):
 
 
 WORKER = '''
-import sys; sys.path[:0] = {tests!r}
+import sys; sys.path.insert(0, {tests!r})
 from test_labelling import drawn, page_of, longer, simulate_person
 page = page_of(drawn(400), {store!r})
 while page.pair: simulate_person(page, longer, 1); print(len(page.queue), flush=True)
@@ -137,9 +137,8 @@ def test_killed_in_the_middle_nothing_is_lost(tmp_path):
     pairs = drawn(400)
     store = tmp_path/'a.sqlite'
     left = 400
-    tests = tiny.ROOT/'tests'
-    env = tiny.environment(PYTHONPATH=str(tiny.ROOT))
-    code = WORKER.format(tests=[f'{tests}/fast', f'{tests}'], store=str(store))
+    env = tiny.environment(PYTHONPATH=tiny.PATHS)
+    code = WORKER.format(tests=str(tiny.ROOT/'tests'/'fast'), store=str(store))
     worker = [sys.executable, '-c', code]
     for wait in (15, 40, 3):
         with subprocess.Popen(worker, stdout=subprocess.PIPE, text=True, env=env) as p:

@@ -352,6 +352,8 @@ def test_an_adapters_folder_as_peft_writes_it_is_told_what_it_lacks(elsewhere):
 
 WRITE = """
 import sys, tiny
+from alpaca_farm.model.policy import add_adapter, lora_config, save_adapter
+from alpaca_farm.run.settings import HardwareConfig
 policy = add_adapter(tiny.policy('llama'), 'policy', lora_config(HardwareConfig(lora_rank=3)))
 save_adapter(policy, sys.argv[1])
 """
@@ -359,7 +361,7 @@ save_adapter(policy, sys.argv[1])
 
 def test_equal_adapters_are_equal_bytes(tmp_path):
     "In every process, however it hashes."
-    env = tiny.environment(PYTHONPATH=f'{tiny.ROOT}:{tiny.ROOT}/tests')
+    env = tiny.environment(PYTHONPATH=tiny.PATHS)
     for i in range(2):
         subprocess.run([sys.executable, '-c', WRITE, tmp_path/str(i)], check=True, env=env)
     for name in ('adapter_model.safetensors', 'adapter_config.json', 'config.json'):

@@ -75,7 +75,7 @@ def test_another_endpoint_is_asked_itself(tmp_path, server):
 
 
 ASKS = '''
-import sys; sys.path[:0] = {tests!r}
+import sys; sys.path.insert(0, {tests!r})
 from test_client import asked, ApiClient, ApiConfig
 client = ApiClient(ApiConfig(base_url={url!r}, store={store!r}, concurrency={at_a_time}, tries=3,
                              timeout=1e6))
@@ -85,12 +85,11 @@ print(client.tally.asked, client.tally.known)
 
 
 def code_of(tmp_path, server, n=12, at_a_time=2):
-    folders = [f'{tiny.ROOT}/{name}' for name in ('tests/slow', 'tests', 'tools')]
-    return ASKS.format(tests=folders, url=server.url, store=str(tmp_path/'a.sqlite'), n=n,
-                       at_a_time=at_a_time)
+    return ASKS.format(tests=f'{tiny.ROOT}/tests/slow', url=server.url,
+                       store=str(tmp_path/'a.sqlite'), n=n, at_a_time=at_a_time)
 
 
-HERE = tiny.environment(PYTHONPATH=str(tiny.ROOT))
+HERE = tiny.environment(PYTHONPATH=tiny.PATHS)
 
 
 def start(code, *args):
@@ -128,6 +127,7 @@ def test_two_processes_that_ask_the_same_pay_once(tmp_path, killed):
 def test_processes_that_make_a_store_at_the_same_time_wait_for_each_other(tmp_path):
     code = """
 import sys, time
+from alpaca_farm.ask.store import Store
 for i in range(60):
     while time.time() < float(sys.argv[2]) + .05*i: pass   # all at the same time
     Store(f'{sys.argv[1]}/{i}.sqlite')

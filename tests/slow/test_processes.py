@@ -1,6 +1,5 @@
 """Several processes that share a run: the same losses, updates and answers as one process."""
 import json
-import os
 import subprocess
 import sys
 import time
@@ -66,10 +65,10 @@ def together(base, tmp_path_factory):
     "All methods, each by two processes that are started once, and each by one."
     folder = tmp_path_factory.mktemp('together')
     runs = folder/'runs.json'
-    path = os.pathsep.join(str(tiny.ROOT/place) for place in ('', 'tests', 'tools'))
     runs.write_text(json.dumps({name: run_of(name, base, folder/name) for name in RUNS}))
+    env = tiny.environment(RUNS=str(runs), PYTHONPATH=tiny.PATHS)
     done = subprocess.run([*TORCHRUN, '-m', 'several'], capture_output=True, text=True,
-                          cwd=tiny.ROOT, env=tiny.environment(RUNS=str(runs), PYTHONPATH=path))
+                          cwd=tiny.ROOT, env=env)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder
 
