@@ -60,9 +60,9 @@ def project(tmp_path_factory):
     "A copy with everything that the page adds."
     root = tmp_path_factory.mktemp('contributed')/'project'
     skipped = shutil.ignore_patterns('__pycache__', '.ipynb_checkpoints')
-    for name in ('alpaca_farm', 'nbs', 'tests'):
+    for name in ('alpaca_farm', 'nbs', 'tests', 'tools'):
         shutil.copytree(tiny.ROOT/name, root/name, ignore=skipped)
-    for name in ('settings.ini', 'README.md'):
+    for name in ('settings.ini', 'README.md', 'pytest.ini'):
         shutil.copy(tiny.ROOT/name, root)
     for heading in ('A method', 'A preference loss', 'An advantage', 'An annotator',
                     'A format of files'):

@@ -279,6 +279,7 @@ def test_one_writer_at_a_time(tmp_path):
 
 WRITER = '''
 import sys
+from alpaca_farm.run import runs
 sys.path.insert(0, sys.argv[1])
 import toy_d
 runs._lock.__defaults__ = .3,   # seconds of patience
