@@ -222,6 +222,46 @@ def _tell_lacking(cfg: FarmConfig, world: World):
     if judge in names['labels'].values():
         print(f'{judge} judges what its own labels have taught: name another as held_out')
 
+# %% ../nbs/farm.ipynb #19a43d88
+def _make_runs(cfg: FarmConfig) -> tuple[tuple[str, ...], list[str]]:
+    "Make the runs of all replicates; return the folders of those made, and what failed."
+    jobs = []
+    for k in range(cfg.seeds): jobs += farm_jobs(cfg, k)
+    failed = run_jobs(jobs, workers=cfg.workers, name='farm', place=cfg.place)
+    return tuple(job.out for job in jobs if read_summary(job.out)), failed
+
+
+def _complete_replicates(cfg: FarmConfig, made: tuple) -> list[int]:
+    "List the replicates that have what a board needs."
+    complete = []
+    for k in range(cfg.seeds):
+        needed = {f'{_folder(cfg, k)}/{name}' for name in ('references', 'eval_samples')}
+        if needed <= {*made}: complete.append(k)
+    return complete
+
+# %% ../nbs/farm.ipynb #2bb356c1
+def _write_tables(folder, replicates: list[int], made: tuple) -> dict:
+    "Write boards and tables of the runs that were made; return the figures of the simulation."
+    cfg = folder.cfg
+    answers = []
+    judged = []
+    boards = []
+    worlds = [farm_world(cfg, k) for k in replicates]
+    for k, world in zip(replicates, worlds):
+        runs = [name for name in LABELLED_BY if f'{_folder(cfg, k)}/{name}' in made]
+        judges = _board_judges(cfg, world)
+        found = farm_board(_folder(cfg, k), world, judges, cfg.seed + k, runs, cfg.labels)
+        for part, table in zip((answers, judged, boards), found): part.append(table)
+    names = names_of(cfg, worlds[0])
+    folder.write('names.json', names)
+    write_boards(folder, boards, names['judges'])
+    if worlds[0].marks: write_csv(folder, 'parts.csv', parts_table(answers, worlds, cfg.seed))
+    crowd_runs = {}
+    for method, name in ON_CROWD.items():
+        if name in RUNS and name in judged[0]['crowd']: crowd_runs[method] = name
+    if not crowd_runs: return {}
+    return write_simulation(folder, paired_tables(judged, crowd_runs), cfg.seed)
+
 # %% ../nbs/farm.ipynb #12a90656
 def run(cfg: FarmConfig):
     "Make all runs and the board, in `cfg.out`; RuntimeError at the end if some runs failed."
@@ -230,14 +270,8 @@ def run(cfg: FarmConfig):
         if getattr(cfg, role): load_annotators(getattr(cfg, role), cfg)
     if not _makes_world(cfg): _board_judges(cfg, farm_world(cfg))
     began = time.monotonic()
-    jobs = []
-    for k in range(cfg.seeds): jobs += farm_jobs(cfg, k)
-    failed = run_jobs(jobs, workers=cfg.workers, name='farm', place=cfg.place)
-    made = tuple(job.out for job in jobs if read_summary(job.out))
-    replicates = []
-    for k in range(cfg.seeds):
-        needed = [f'{_folder(cfg, k)}/{name}' for name in ('references', 'eval_samples')]
-        if {*needed} <= {*made}: replicates.append(k)
+    made, failed = _make_runs(cfg)
+    replicates = _complete_replicates(cfg, made)
     if 0 not in replicates: raise RuntimeError('the farm failed:\n' + '\n'.join(failed))
     _tell_lacking(cfg, farm_world(cfg))
     given = () if _makes_world(cfg) else (cfg.world,)
@@ -247,27 +281,7 @@ def run(cfg: FarmConfig):
     folder.before['wall'] = folder.began - began   # that of the runs
 
     # boards and figures are written even if some runs failed
-    worlds = [farm_world(cfg, k) for k in replicates]
-    judges = [_board_judges(cfg, world) for world in worlds]
-    found = []
-    for k, world, by in zip(replicates, worlds, judges):
-        folder_k = _folder(cfg, k)
-        runs = [name for name in LABELLED_BY if f'{folder_k}/{name}' in made]
-        found.append(farm_board(folder_k, world, by, cfg.seed + k, runs, cfg.labels))
-    answers, judged, boards = zip(*found)
-    names = names_of(cfg, worlds[0])
-    folder.write('names.json', names)
-    write_boards(folder, boards, names['judges'])
-    if worlds[0].marks:
-        parts = parts_table(answers, worlds, cfg.seed)
-        write_csv(folder, 'parts.csv', parts)
-    crowd_runs = {}
-    for method, name in ON_CROWD.items():
-        if name in RUNS and name in judged[0]['crowd']: crowd_runs[method] = name
-    figures = {}
-    if crowd_runs:
-        tables = paired_tables(judged, crowd_runs)
-        figures = write_simulation(folder, tables, cfg.seed)
+    figures = _write_tables(folder, replicates, made)
     if failed:
         raise RuntimeError('some runs failed; the board shows the others:\n' + '\n'.join(failed))
 
