@@ -45,7 +45,10 @@ def thumbs(row, label):
     return rows
 
 
-def useless(labels): return [dict(r, label=label) for r, label in zip(THUMBS, labels)]
+def useless(labels):
+    "Rated answers, the last four marked as held out."
+    rated = zip(THUMBS, labels)
+    return [dict(r, label=label, held_out=i > 7) for i, (r, label) in enumerate(rated)]
 
 
 CANDIDATES = dict(
