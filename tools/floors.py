@@ -59,12 +59,13 @@ def modules() -> dict[str, Path]:
 
 
 def floor_of(module: str, floors: list[Floor]) -> int:
-    "Return the number of a module's floor, from 0; ValueError unless it is on exactly one."
+    "Return the number of a module's floor, from 0; a module that no floor names is a method's."
     place = module.replace('.', '/')
     found = []
     for number, floor in enumerate(floors):
         for room in floor.rooms:
             if room == place or room.endswith('/') and place.startswith(room): found.append(number)
+    if not found and '/' not in place: return [floor.title for floor in floors].index('Methods')
     if len(found) != 1: raise ValueError(f'{module} is on {len(found)} floors of {PAGE.name}')
     return found[0]
 
