@@ -71,7 +71,7 @@ FILES = dict(   # their names stand in braces below
     none=thumbs(10, None),
     soft=thumbs(7, 1.5),
     odd=thumbs(5, 2),
-    all_bad=useless([0]*8 + [1, 0]*2),
+    all_bad=useless([0]*12),
     all_ties=useless([.5]*12),
     misspelt=dict(dop=dict(beta=1)),
     dpoo=dict(dpoo={}))
