@@ -359,7 +359,7 @@ save_adapter(policy, sys.argv[1])
 
 def test_equal_adapters_are_equal_bytes(tmp_path):
     "In every process, however it hashes."
-    env = tiny.environment(PYTHONPATH=f'{tiny.ROOT}:{tiny.ROOT}/tests')
+    env = tiny.environment(PYTHONPATH=f'{tiny.ROOT}:{tiny.ROOT}/tests:{tiny.ROOT}/tools')
     for i in range(2):
         subprocess.run([sys.executable, '-c', WRITE, tmp_path/str(i)], check=True, env=env)
     for name in ('adapter_model.safetensors', 'adapter_config.json', 'config.json'):

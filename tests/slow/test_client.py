@@ -88,8 +88,9 @@ print(client.tally.asked, client.tally.known)
 
 
 def code_of(tmp_path, server, n=12, at_a_time=2):
-    return ASKS.format(tests=[f'{tiny.ROOT}/tests/slow', f'{tiny.ROOT}/tests'], url=server.url,
-                       store=str(tmp_path/'a.sqlite'), n=n, at_a_time=at_a_time)
+    folders = [f'{tiny.ROOT}/{name}' for name in ('tests/slow', 'tests', 'tools')]
+    return ASKS.format(tests=folders, url=server.url, store=str(tmp_path/'a.sqlite'), n=n,
+                       at_a_time=at_a_time)
 
 
 HERE = tiny.environment(PYTHONPATH=str(tiny.ROOT))

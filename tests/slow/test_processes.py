@@ -75,7 +75,7 @@ def together(base, tmp_path_factory):
     "All methods, each by two processes that are started once, and each by one."
     folder = tmp_path_factory.mktemp('together')
     runs = folder/'runs.json'
-    path = f'{tiny.ROOT}{os.pathsep}{tiny.ROOT}/tests'
+    path = os.pathsep.join(f'{tiny.ROOT}{name}' for name in ('', '/tests', '/tools'))
     runs.write_text(json.dumps({name: run_of(name, base, folder/name) for name in RUNS}))
     done = subprocess.run([*TORCHRUN, '-m', 'several'], capture_output=True, text=True,
                           cwd=tiny.ROOT, env=tiny.environment(RUNS=str(runs), PYTHONPATH=path))
