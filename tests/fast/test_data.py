@@ -24,7 +24,7 @@ from alpaca_farm.look_at_data import find_odd, read_parts
 from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.run.runs import Run
 from alpaca_farm.train.preflight import preflight
-from published import ASK, KINDS, MORE, rated, RED, safe, say, strength, vote, WRONG
+from published import ASK, KINDS, MORE, rated, RED, safe, say, vote, WRONG
 from tiny import write
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2
@@ -393,12 +393,10 @@ def test_the_numbers_0_1_2_need_a_code(tmp_path, suffix, code, wanted):
     rows = [dict(PAIRS[i], preference=i) for i in range(3)]
     def verdicts(file): return recorded_verdicts(str(file), '', {})
     def recorded(file): return read_recorded(str(file))
-    for labels in (rows, rows[::2], rows[:1], rows[:2]):
-        put(path, labels)
-        for read in (preferences, votes, recorded, verdicts):
-            with pytest.raises(ValueError, match='first_second_tie'):
-                read(path)
     put(path, rows)
+    for read in (preferences, votes, recorded, verdicts):
+        with pytest.raises(ValueError, match='first_second_tie'):
+            read(path)
     assert preferences(path, columns=f'{code} = preference') == wanted
     put(path, [{code if k == 'preference' else k: v for k, v in r.items()} for r in rows])
     assert preferences(path) == wanted
@@ -409,11 +407,8 @@ def test_the_numbers_0_1_2_need_a_code(tmp_path, suffix, code, wanted):
 
 @pytest.mark.parametrize('value, read', [
     (datetime.datetime(2026, 11, 28, 12), '2026-11-28T12:00:00'),
-    (datetime.time(9), '09:00:00'),
     (datetime.timedelta(1), '1 day, 0:00:00'),
-    (float('-inf'), None),
     (decimal.Decimal('1.5'), 1.5),
-    (b'caf\xc3\xa9', 'café'),
     (dict(at=[datetime.date(2026, 1, 2)]), dict(at=['2026-01-02']))])
 def test_what_is_read_can_be_written(tmp_path, value, read):
     "Whatever stands in a column that no one reads."
@@ -484,9 +479,6 @@ def test_an_answer_belongs_to_the_dialogue_where_both_models_saw_it(tmp_path, fi
 def test_which_of_two_labels_is_read_can_be_said(tmp_path):
     path = write(tmp_path/'a.json', [safe(0, 1)])
     assert preferences(path, columns='better_response_id=safer_response_id') == [2]
-    found, = _read_candidates(write(tmp_path/'b.json', [rated(RED, WRONG)]))
-    assert found['scores'] == [8., 1.]
-    assert found['source'] == ['red.', 'blue.']
 
 
 OURS = 'instruction=q,output_1=a,output_2=b,'
@@ -495,14 +487,7 @@ OURS = 'instruction=q,output_1=a,output_2=b,'
 def scored(*values): return [dict(q='Hi.', a='Yes?', b=str(v), score=v) for v in values]
 
 
-def test_strengths_below_zero_need_their_name(tmp_path):
-    path = write(tmp_path/'a.json', scored(-1, 0, 1))
-    assert preferences(path, columns=f'{OURS}preference_strength=score') == [1, 1.5, 2]
-    with fails('row 0', 'labels is -1'):
-        preferences(path, columns=f'{OURS}labels=score')
-
-
-@pytest.mark.parametrize('values', [(-1, 0, 1), (0, 1), (-3, 1), (.2, .8), (-1, 1, 2), (2, -1)])
+@pytest.mark.parametrize('values', [(-1, 0, 1), (0, 1), (-3, 1), (.2, .8)])
 def test_a_code_of_labels_that_is_unknown_is_asked_for(tmp_path, values):
     for name in ('b.json', 'b.csv'):
         path = put(tmp_path/name, scored(*values))
@@ -510,8 +495,7 @@ def test_a_code_of_labels_that_is_unknown_is_asked_for(tmp_path, values):
             preferences(path, columns=f'{OURS}preference=score')
 
 
-@pytest.mark.parametrize('row', [
-    strength(4), vote('model_c'), dict(vote('tie'), conversation_a='Red.')])
+@pytest.mark.parametrize('row', [vote('model_c'), dict(vote('tie'), conversation_a='Red.')])
 def test_a_row_of_a_published_set_that_is_wrong_is_named(tmp_path, row):
     with fails('a.json, row 0'):
         preferences(write(tmp_path/'a.json', [row]))
@@ -530,13 +514,9 @@ def test_what_is_used_and_left_out_is_told(tmp_path, capsys):
     assert '2 pairs have no label' in said(missing, 'preference')
 
 
-@pytest.mark.parametrize('rows, why', [
-    ([], 'no records'),
-    ([dict(PAIRS[0], output_2='a')]*3, '3 pairs have two equal answers'),
-    ([dict(PAIRS[0], preference=None)], '1 pairs have no label')])
-def test_a_file_of_which_nothing_is_left_says_why(tmp_path, rows, why):
-    with fails('a.json', why):
-        preferences(write(tmp_path/'a.json', rows))
+def test_pairs_of_two_equal_answers_are_none(tmp_path):
+    with fails('a.json', '3 pairs have two equal answers'):
+        preferences(write(tmp_path/'a.json', [dict(PAIRS[0], output_2='a')]*3))
 
 
 # what cannot be read

@@ -284,7 +284,7 @@ def test_a_mistyped_path_is_named(elsewhere):
         load_records('rnus/world', 'eval')
     with pytest.raises((FileNotFoundError, ValueError), match='rnus/world'):
         model_config('rnus/world')
-    with pytest.raises(ValueError, match='rnus/world'):
+    with pytest.raises(FileNotFoundError, match='rnus/world'):
         SFTConfig(data='rnus/world/x')
     assert SFTConfig(data='tatsu-lab/alpaca_farm').data == 'tatsu-lab/alpaca_farm'
 

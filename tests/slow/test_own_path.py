@@ -76,8 +76,7 @@ def test_from_files_to_what_to_keep(project, preferences, held_out):
     shown('bring_your_own', held_out=held_out, **{} if preferences else dict(preferences=''))
     seeds = 2 if held_out else 1
     board = '\n'.join(shown('farm', seeds=seeds))
-    judge = held_out.partition(':')[2] or 'my_judge'
-    assert f'>{judge}<' in board
+    assert ('>strict<' if held_out else '>my_judge<') in board
     assert '>crowd<' not in board
     assert 'held-out crowd' not in board
     assert ('>labels: preferences<' in board) == ('dpo_crowd' in board) == preferences

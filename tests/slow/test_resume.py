@@ -20,19 +20,22 @@ from alpaca_farm.run.runs import content_hash, read_log, read_summary
 from tiny import run as train
 
 # settings with many steps, and the range from which the step of the kill is chosen
-LONG = dict(world=(dict(prose=400, batch_size=1), 200, 380),
-            sft=(dict(batch_size=1, checkpoint_every=2), 2, 55),
-            reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 90),
-            dpo=(dict(batch_size=2, epochs=2, loss_type='kto', checkpoint_every=1, save_every=20),
-                 2, 50),
-            ppo=(dict(steps=8, checkpoint_every=2), 1, 7),
-            rrhf=(dict(batch_size=2, n=2, epochs=2, refresh_every=7, kl_coef=.1,
-                       checkpoint_every=3, save_every=20, missing_eos=''), 2, 55),
-            quark=(dict(steps=8, checkpoint_every=2, best_quantile_only=False, clear_pool=False),
-                   1, 7),
-            binary_feedback=(dict(batch_size=1, checkpoint_every=2, eval_every=7, save_every=20),
-                             2, 55),
-            rlcd=(dict(chunk=4), 1, 12), best_of_n=(dict(chunk=1, n=4), 2, 28))
+LONG = dict(
+    world=(dict(prose=400, batch_size=1), 200, 380),
+    sft=(dict(batch_size=1, checkpoint_every=2), 2, 55),
+    reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 90),
+    dpo=(
+        dict(batch_size=2, epochs=2, loss_type='kto', checkpoint_every=1, save_every=20), 2, 50),
+    ppo=(dict(steps=8, checkpoint_every=2), 1, 7),
+    rrhf=(
+        dict(batch_size=2, n=2, epochs=2, refresh_every=7, kl_coef=.1, checkpoint_every=3,
+             save_every=20, missing_eos=''), 2, 55),
+    quark=(
+        dict(steps=8, checkpoint_every=2, best_quantile_only=False, clear_pool=False), 1, 7),
+    binary_feedback=(
+        dict(batch_size=1, checkpoint_every=2, eval_every=7, save_every=20), 2, 55),
+    rlcd=(dict(chunk=4), 1, 12),
+    best_of_n=(dict(chunk=1, n=4), 2, 28))
 RESULTS = 'outputs.json', 'candidates.json', 'items.json', 'preferences.json', 'preferences.csv'
 
 
@@ -40,23 +43,36 @@ def without_times(folder):
     return [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(folder)]
 
 
+def files_of(folder):
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file())
+
+
+def is_result(name):
+    "Whether a file of a run must be the same to the bit; a README says the fingerprint."
+    if name.endswith('README.md'):
+        return False
+    return name.endswith('.safetensors') or name.startswith('model') or name in RESULTS
+
+
+def figures(folder):
+    times = ('cpu_seconds', 'seconds', 'peak_memory_gb')
+    return {k: v for k, v in read_summary(folder).items() if k not in times}
+
+
 def same_run(a, b):
     "The same files, bit for bit where they are results; no temporary file among them."
-    def names(f): return sorted(str(p.relative_to(f)) for p in f.rglob('*') if p.is_file())
-    assert names(a) == names(b)
-    for name in names(a):
-        results = name.endswith('.safetensors') or name.startswith('model') or name in RESULTS
-        if results and not name.endswith('README.md'):   # which says the fingerprint
+    assert files_of(a) == files_of(b)
+    for name in files_of(a):
+        if is_result(name):
             assert (a/name).read_bytes() == (b/name).read_bytes(), name
     assert without_times(a) == without_times(b) != []
-    times = ('cpu_seconds', 'seconds', 'peak_memory_gb')
-    one, other = ({k: v for k, v in read_summary(f).items() if k not in times} for f in (a, b))
-    assert one == other
+    assert figures(a) == figures(b)
 
 
 def kill_at(step, notebook, given):
     "Start a run and kill it when its log has `step` records; returns how many it had."
-    (p, output), log = tiny.start_module(notebook, given), Path(given['out'])/'log.jsonl'
+    p, output = tiny.start_module(notebook, given)
+    log = Path(given['out'])/'log.jsonl'
     try:
         while p.is_alive() and (not log.exists() or log.read_bytes().count(b'\n') < step):
             time.sleep(.002)
@@ -145,14 +161,15 @@ def whole_sft(base, tmp_path_factory):
     return train('sft', base, folder, checkpoint_every=1).folder
 
 
-MOMENTS = [*((os, 'replace', name, count) for name, count in (
-    ('config.json', 1), ('config.json', 2), ('log.jsonl', 1), ('state.safetensors', 1),
-    ('state.safetensors', 3), ('outputs.json', 1), ('summary.json', 1))),
-    (Path, 'rename', 'model', 1), (Path, 'unlink', 'state.safetensors', 1)]
+MOMENTS = [   # a call, the file that it makes, and which time
+    (os, 'replace', 'config.json', 1), (os, 'replace', 'config.json', 2),
+    (os, 'replace', 'log.jsonl', 1), (os, 'replace', 'state.safetensors', 1),
+    (os, 'replace', 'state.safetensors', 3), (os, 'replace', 'outputs.json', 1),
+    (os, 'replace', 'summary.json', 1), (Path, 'rename', 'model', 1),
+    (Path, 'unlink', 'state.safetensors', 1)]
 
 
-@pytest.mark.parametrize('owner, attribute, name, count', MOMENTS,
-                         ids=lambda x: getattr(x, '__name__', x))
+@pytest.mark.parametrize('owner, attribute, name, count', MOMENTS)
 def test_killed_while_a_file_is_written(base, whole_sft, tmp_path, owner, attribute, name, count):
     "Nothing half-written is ever taken for whole, and no temporary file stays behind."
     cfg = cfg_of('sft', base, tmp_path/'sft', checkpoint_every=1)
@@ -207,6 +224,12 @@ def train(cfg):
         run.finish(loss=loss(2.))
     return run
 '''
+
+
+def write_modules(folder, files):
+    for name, text in files.items():
+        (folder/name).parent.mkdir(exist_ok=True)
+        (folder/name).write_text(text)
 
 
 def toy(folder, name, source):
@@ -344,13 +367,12 @@ def cfg_of(notebook, base, out, **more):
     return tiny.config(notebook, **tiny.settings(notebook, base, out=str(out)) | more)
 
 
-def test_an_unfinished_input_is_refused(copied, tmp_path):
+@pytest.mark.parametrize('part', ['', 'model'])
+def test_an_unfinished_input_is_refused(copied, tmp_path, part):
     shutil.copytree(copied/'sft', tmp_path/'sft')
     (tmp_path/'sft'/'summary.json').unlink()
-    with pytest.raises(ValueError, match='policy = .*sft: this run is not finished'):
-        train('reward_model', copied, tmp_path/'rm', policy=str(tmp_path/'sft'))
-    with pytest.raises(ValueError, match='this run is not finished'):
-        train('reward_model', copied, tmp_path/'rm', policy=str(tmp_path/'sft'/'model'))
+    with pytest.raises(ValueError, match='policy = .*sft.*not finished'):
+        train('reward_model', copied, tmp_path/'rm', policy=str(tmp_path/'sft'/part))
     assert not (tmp_path/'rm').exists()
 
 
@@ -377,9 +399,7 @@ def test_a_users_modules_are_followed(tmp_path, monkeypatch):
              'parts_a/__init__.py': 'from .sums import total',
              'parts_a/inner.py': 'from . import sums\nweight = 1', 'parts_a/sums.py': 'total = 1',
              'unused_a.py': 'x = 1'}
-    for name, source in files.items():
-        (tmp_path/name).parent.mkdir(exist_ok=True)
-        (tmp_path/name).write_text(source)
+    write_modules(tmp_path, files)
     monkeypatch.syspath_prepend(tmp_path)
     before = content_hash('judge_a:judge')
     for name, source in files.items():
@@ -401,9 +421,7 @@ def judge(pairs): return [1. for _ in pairs]""",
              'helper_b.py': "from pathlib import Path\nJSON = Path(__file__).parent/'table.json'",
              'words.txt': 'good', 'table.json': '{}', 'far/list.csv': 'a,b', 'aa.md': 'A'}
     (tmp_path/'folder.d').mkdir()
-    for name, text in files.items():
-        (tmp_path/name).parent.mkdir(exist_ok=True)
-        (tmp_path/name).write_text(text)
+    write_modules(tmp_path, files)
     monkeypatch.syspath_prepend(tmp_path)
     marks = [content_hash('judge_b:judge')]
     for name in ('words.txt', 'table.json', 'far/list.csv', 'gone.txt', 'aa.md'):
