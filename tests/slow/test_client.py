@@ -131,6 +131,7 @@ def test_two_processes_that_ask_the_same_pay_once(tmp_path, killed):
 def test_processes_that_make_a_store_at_the_same_time_wait_for_each_other(tmp_path):
     code = """
 import sys, time
+from alpaca_farm.ask.store import Store
 for i in range(60):
     while time.time() < float(sys.argv[2]) + .05*i: pass   # all at the same time
     Store(f'{sys.argv[1]}/{i}.sqlite')
