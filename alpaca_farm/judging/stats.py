@@ -6,8 +6,7 @@
 __all__ = ['FEWEST_LABELS', 'plain', 'mean', 'mean_figures', 'standard_error', 'sigmoid', 'win_rate', 'Interval',
            'bootstrap_draws', 'bootstrap', 'replicate_interval', 'holm', 'wilson', 'win_rate_interval', 'spearman',
            'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement', 'variance', 'bias', 'two_votes_agree',
-           'off_diagonal_mean', 'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate',
-           'tilted_weights']
+           'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights']
 
 # %% ../../nbs/judging/stats.ipynb #d9759c10
 import math
@@ -253,11 +252,6 @@ def two_votes_agree(
     p = one - 1
     q = other - 1
     return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
-
-# %% ../../nbs/judging/stats.ipynb #c7bdf465
-def off_diagonal_mean(matrix: np.ndarray) -> float:
-    "Average a table of all annotators against all, without each against itself."
-    return float((matrix.sum() - matrix.trace())/(matrix.size - len(matrix)))
 
 # %% ../../nbs/judging/stats.ipynb #996a06d0
 def best_of_n_weights(
