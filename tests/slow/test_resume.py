@@ -305,6 +305,7 @@ import sys
 from alpaca_farm.run import runs
 sys.path.insert(0, sys.argv[1])
 import toy_d
+from alpaca_farm.run import runs
 runs._lock.__defaults__ = .3,   # seconds of patience
 run = runs.start(toy_d.ToyConfig(out=sys.argv[2]), toy_d.train)
 print('started', flush=True)
