@@ -114,6 +114,21 @@ def test_snippets_run_and_links_lead_somewhere(page):
 LINKED = re.compile(r'\[`([\w.]+)`\]\((?:nbs/)?([\w/]+)\.ipynb\)')   # a name, and a notebook
 
 
+QUANTITY = re.compile(r'(?<![\w.-])\d[\d.]*(?: %)?(?: \[[^]]*\])?')   # with its interval
+
+
+def test_the_readme_can_be_finished():
+    "It has 1,500 to 1,900 words, and no paragraph has over 90, nor over three quantities."
+    assert 1500 <= len(README.split()) <= 1900
+    text = FENCE.sub('', README)
+    for paragraph in re.split(r'\n\n|\n(?=- )', text):
+        if paragraph.startswith('|'):
+            continue
+        assert len(paragraph.split()) <= 90, paragraph
+        said = re.sub(r'\]\([^)]*\)|, \d{4}|\d+(?= : )', '', paragraph)
+        assert len(QUANTITY.findall(said)) <= 3, paragraph
+
+
 @pytest.mark.parametrize('page', MARKDOWN)
 def test_names_that_are_links_are_defined_where_they_lead(page):
     "`Trainer.update` is looked up in the module of the notebook, and must be public there."

@@ -57,3 +57,8 @@ def test_the_notebooks_of_the_library_lead_to_the_glossary():
             and f'({os.path.relpath(NBS/"glossary.md", p.parent)})'
             not in texts_of(p, 'markdown')[0]]
     assert lost == []
+
+
+def test_the_glossary_has_each_term_once():
+    terms = re.findall('^### (.*)', (NBS/'glossary.md').read_text(), re.M)
+    assert len(terms) == len(set(terms)) >= 25
