@@ -18,7 +18,8 @@ from alpaca_farm.run.runs import read_summary
 
 README = (tiny.ROOT/'README.md').read_text()
 BLOCK = re.search(r'## Your own model.*?```\n(.*?)```', README, re.S)[1]
-COMMANDS = [shlex.split(line, comments=True) for line in BLOCK.splitlines()]
+LINES = BLOCK.replace('\\\n', ' ').splitlines()   # one command a line
+COMMANDS = [shlex.split(line) for line in LINES if not line.startswith('#')]
 COMMANDS = {Path(words[1]).stem: words for words in COMMANDS}
 JUDGES = """
 def my_judge(pairs): return [1 + (len(p['output_2']) > len(p['output_1'])) for p in pairs]
