@@ -200,6 +200,18 @@ def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for 
 
 
 COMING = PAGES['coming_from.md']
+SCRIPTS = """
+sft.sh reward_modeling.sh rlhf_ppo.sh best_of_n.py expiter.sh rlhf_quark.sh dpo.sh
+oai_baselines.py recover_model_weights run_best_of_n run_decode run_rerank annotate_pairs
+annotate_samples annotate_head2head alpaca_leaderboard simulate_preference_data.py
+consolidate_preference_data.py convert_llama7b_to_alpacafarm_format.py
+evaluate_reward_model_human_agreement.py format_input_prompts.py postprocess.py
+evaluate_outputs.py gpt4_compare.py format_context_distillation_training_data.py rlaif rlcd_rescore
+response_gen.sh split_files.py scoring_responses.sh make_data.py train.sh train_wombat7b.sh
+train_wombat7b_gpt4.sh clean_gpt4_compare.py single_sentence_inference.py apply_delta.py
+recover_wombat_7b.sh""".split()
+
+
 @pytest.mark.parametrize('command', [c for c in commands(COMING) if c.startswith('papermill')],
                          ids=lambda c: c.split()[2])
 def test_commands_beside_theirs_are_within_bounds(command):
@@ -217,6 +229,12 @@ def test_commands_beside_theirs_are_within_bounds(command):
     if 'rrhf' in settings:
         settings['rrhf'] = [s for s in settings['rrhf'] if not s.startswith('policy=')]
     cls(**settings)
+
+
+def test_every_command_of_their_readmes_is_in_the_table():
+    theirs = ' '.join(row.split('|')[1] for row in COMING.splitlines() if row.startswith('|'))
+    assert [s for s in SCRIPTS if s not in theirs] == []
+    assert len([c for c in commands(COMING) if c.startswith('papermill')]) >= 30
 
 
 @pytest.mark.parametrize('heading', re.findall(r'^### (.*): `([a-z_ ]+)`$', COMING, re.M),
