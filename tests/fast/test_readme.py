@@ -92,6 +92,17 @@ def test_commands_have_notebooks_targets_and_settings(page):
         assert len(commands(README)) >= 10
 
 
+@pytest.mark.parametrize('page', ['README.md', 'data.md', 'gpus.md'])
+def test_papermill_knows_the_settings_of_its_commands(page):
+    "It calls a setting that is not in the parameters cell unknown, as if it had no effect."
+    from papermill import inspect_notebook
+    for command in commands(PAGES[page]):
+        if not command.startswith('papermill'):
+            continue
+        words = shlex.split(command, comments=True)
+        assert {*tiny.given(words)} <= {*inspect_notebook(str(tiny.ROOT/words[1]))}, command
+
+
 @pytest.mark.parametrize('page', MARKDOWN)
 def test_snippets_run_and_links_lead_somewhere(page):
     for language, block in FENCE.findall(PAGES[page]):
