@@ -8,7 +8,7 @@ __all__ = ['DESCRIBED', 'LENGTH', 'WorldConfig', 'sample_splits', 'dialogue_page
 
 # %% ../nbs/world.ipynb #f658d58d
 import random
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge, Interval
@@ -20,15 +20,17 @@ from .judging.stats import sigmoid
 from .run.paths import module_of
 from .run.runs import makes_run, Run
 from .run.settings import Amount, Betas, Count, Positive, Share, TrainConfig
-from .worlds.embedded.authors import Author, EXPERT
-from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
+from .worlds.embedded.authors import Author
+from .worlds.embedded.criteria import answer_matrix, COLUMNS, quality, utility
 from .worlds.embedded.crowd import crowd, gold, held_out_crowd, judge, length_biased
 from .worlds.embedded.crowd import pool, Population, read_population, sample_crowd
-from .worlds.embedded.crowd import sample_pool, vain_judge, write_population
+from .worlds.embedded.crowd import sample_judge, sample_pool, vain_judge, with_bias
+from .worlds.embedded.crowd import write_population
 from .worlds.embedded.grammar import is_held_out, render, request_of, right_answers
 from .worlds.embedded.grammar import sample_request
 from .worlds.embedded.lexicon import ASKERS
 from .worlds.embedded.prose import sample_page
+from .worlds.embedded.truth import read_truth, sample_truth, Truth, WRITTEN
 from .worlds.folder import SPLITS, write_world
 
 # %% ../nbs/world.ipynb #8efdfb2f
@@ -42,11 +44,13 @@ class WorldConfig(TrainConfig):
     val: Annotated[int, Interval(ge=1, le=5000)] = 500  # validation instructions (2,000)
     eval: Annotated[int, Interval(ge=1, le=5000)] = 805  # evaluation instructions (805)
     sft_skill: Share = 0.5                    # mean skill of the demonstrators, 0 to 1
-    contested: Share = 0.5  # share of facts about which most authors believe a common mistake
+    contested: Share = 0.5  # share of facts about which many authors believe a common mistake
+    # share of these mistakes that the prose corrects; 0: it is as mistaken as demonstrators
+    prose_right: Share = 0.
     # how much the demonstrators' habits follow who asks
     habit: Annotated[float, Interval(ge=0, le=0.45)] = 0.2
     flattery: Share = 0.05                    # share of demonstrations that flatter
-    flattered: float = 0.25  # how much the judges of the pool like flattery, in units of utility
+    flattered: float = 0.25  # how much judges of the pool like flattery, in units of utility
     mistaken: Share = 0.3  # share of the contested facts about which the whole pool is mistaken
     flips: Share = 0.1  # share of the pool's labels that are flipped
     fidelity: Share = 0.8  # how much the judges of the pool resemble the crowd, 0 to 1
@@ -83,15 +87,19 @@ class WorldConfig(TrainConfig):
 _HELD_OUT = ('val', 'eval')
 
 
-def _sample_requests(cfg: WorldConfig, rng: random.Random) -> dict[str, list[dict]]:
-    "Different requests for each split, as specifications."
+def _sample_requests(
+    cfg: WorldConfig,
+    truth: Truth,         # of the world
+    rng: random.Random,
+) -> dict[str, list[dict]]:
+    "Sample different requests for each split, as specifications."
     seen = set()
     splits = {}
     for name in SPLITS:
         splits[name] = []
         while len(splits[name]) < getattr(cfg, name):
             asker = [*ASKERS][len(splits[name]) % len(ASKERS)]
-            spec = sample_request(rng, asker)
+            spec = sample_request(rng, asker, truth)
             request = render(spec)['instruction']
             if request in seen or is_held_out(spec) != (name in _HELD_OUT): continue
             seen.add(request)
@@ -104,23 +112,26 @@ _CONCENTRATION = 4.   # of the Beta distribution of skill
 
 def _sample_author(
     cfg: WorldConfig,
+    truth: Truth,        # of the world
     rng: random.Random,
     skill: float,        # mean of the skills, 0 to 1
     minds: float = 0.,   # how much the author minds who asks, -1 to 1
 ) -> Author:
     "Draw an author of this world."
     if 0 < skill < 1: skill = rng.betavariate(_CONCENTRATION*skill, _CONCENTRATION*(1 - skill))
-    return Author(skill, minds, cfg.contested, cfg.habit, cfg.flattery)
+    return Author(skill, minds, cfg.habit, cfg.flattery, truth)
 
 
 def sample_splits(cfg: WorldConfig) -> dict[str, list[dict]]:
     "Sample the five splits, as records of instruction, input and output."
+    truth = sample_truth(cfg.seed, cfg.contested)
     rng = random.Random(cfg.seed)
     splits = {}
-    for name, specs in _sample_requests(cfg, rng).items():
+    for name, specs in _sample_requests(cfg, truth, rng).items():
         splits[name] = []
         for spec in specs:
-            author = EXPERT if name == 'eval' else _sample_author(cfg, rng, cfg.sft_skill)
+            author = Author(1., 1., truth=truth)   # an expert
+            if name != 'eval': author = _sample_author(cfg, truth, rng, cfg.sft_skill)
             splits[name].append(dict(render(spec), output=author.answer(spec, rng)))
     return splits
 
@@ -130,18 +141,20 @@ DESCRIBED = {'': (.5, 0.), 'a careful author': (.95, 1.), 'an expert': (.95, 1.)
 _READER = .5   # how much chance there is in a reader's choice, in units of utility
 
 
-def dialogue_page(cfg: WorldConfig, rng: random.Random) -> str:
+def dialogue_page(cfg: WorldConfig, truth: Truth, rng: random.Random) -> str:
     "Write a request with an author's answer, or with a reader's choice between two."
-    spec = sample_request(rng)
-    while is_held_out(spec): spec = sample_request(rng)
+    spec = sample_request(rng, truth=truth)
+    while is_held_out(spec): spec = sample_request(rng, truth=truth)
     request = render(spec)
     authors = rng.choices(list(DESCRIBED), k=2)
-    a, b = (_sample_author(cfg, rng, *DESCRIBED[name]).answer(spec, rng) for name in authors)
+    a, b = (_sample_author(cfg, truth, rng, *DESCRIBED[name]).answer(spec, rng)
+            for name in authors)
     asked = f"\n\nHuman: {request['instruction']}\n\n"
     if rng.random() < .6:
         described = f' ({authors[0]})' if authors[0] else ''
         return f'{asked}Assistant{described}: {a}'
-    first, second = utility([dict(request, output=a), dict(request, output=b)])
+    both = answer_matrix([dict(request, output=a), dict(request, output=b)], truth=truth)
+    first, second = both @ quality(truth)
     choice = 'B' if rng.random() < sigmoid((second - first)/_READER) else 'A'
     return (f'{asked}Which answer is better?\n\n(A) {a}\n\n(B) {b}\n\n'
             f'The better answer is ({choice}).')
@@ -151,15 +164,16 @@ def embedded_pairs(
     n: int = 648,       # pairs
     votes: int = 4,     # the crowd's votes on each
     seed: int = 0,      # of requests, answers and votes
-    voters=crowd,       # those who vote
+    voters: Population = crowd,   # those who vote, in a world of theirs
 ) -> list[dict]:  # labelled pairs; generator_1 and _2 name the authors
     "Sample pairs of answers by authors of differing skill, labelled by the crowd."
     rng = random.Random(seed)
+    truth = voters.annotators[0].truth
     pairs = []
     while len(pairs) < n:
-        spec = sample_request(rng)
+        spec = sample_request(rng, truth=truth)
         skills = rng.sample((.1, .3, .5, .7, .9), 2)
-        one, two = (Author(skill).answer(spec, rng) for skill in skills)
+        one, two = (Author(skill, truth=truth).answer(spec, rng) for skill in skills)
         if one == two: continue
         pairs.append(dict(render(spec), output_1=one, output_2=two,
                           generator_1=f'skill {skills[0]}', generator_2=f'skill {skills[1]}'))
@@ -169,21 +183,29 @@ def embedded_pairs(
     return pairs
 
 # %% ../nbs/world.ipynb #e0ffa003
-def utility_parts(records: list[dict]) -> dict[str, np.ndarray]:
+def utility_parts(
+    records: list[dict],
+    folder: str = '',     # of the world; empty: the written one
+) -> dict[str, np.ndarray]:
     "Return the parts of each record's utility, (records,) each, by mark."
-    weighted = answer_matrix(records)*QUALITY.astype(np.longdouble)   # means are rounded once
-    return {mark: weighted[:, k] for k, mark in enumerate(COLUMNS) if QUALITY[k]}
+    truth = read_truth(folder)
+    weights = quality(truth)
+    weighted = answer_matrix(records, truth=truth)*weights.astype(np.longdouble)   # rounded once
+    return {mark: weighted[:, k] for k, mark in enumerate(COLUMNS) if weights[k]}
 
 
-def _write_judges(cfg: WorldConfig, run):
-    "Write the judges, pairs labelled by the crowd, and world.json."
-    groups = [sample_pool(cfg.seed, cfg.fidelity, cfg.coin, cfg.flattered, cfg.mistaken,
-                          cfg.contested),
-              Population('judge', [judge])]
-    for name in ('crowd', 'held_out_crowd'):
-        groups.append(sample_crowd(cfg.seed, name, cfg.disagreement, cfg.coin))
+def _write_judges(cfg: WorldConfig, truth: Truth, run):
+    "Write the truth, the judges, pairs labelled by the crowd, and world.json."
+    run.write('truth.json', asdict(truth))
+    judges = sample_pool(cfg.seed, cfg.fidelity, cfg.coin, cfg.flattered, cfg.mistaken, truth)
+    single = Population('judge', [sample_judge(truth)])
+    labellers = sample_crowd(cfg.seed, 'crowd', cfg.disagreement, cfg.coin, truth)
+    held_out = sample_crowd(cfg.seed, 'held_out_crowd', cfg.disagreement, cfg.coin, truth)
+    biased = with_bias(judges, 'length_biased', words=.2)
+    vain = with_bias(single, 'vain_judge', flattery=1.5)
+    groups = judges, single, labellers, held_out, biased, vain
     for group in groups: write_population(run.path(f'{group.name}.json'), group)
-    run.write('labelled.json', embedded_pairs(seed=cfg.seed, voters=groups[2]))
+    run.write('labelled.json', embedded_pairs(seed=cfg.seed, voters=labellers))
     here = module_of('world')
     write_world(run, reader=f'{here}:read_population', label_flip=cfg.flips,
                 utility=f'{here}:utility', marks=f'{here}:utility_parts',
@@ -290,13 +312,14 @@ def train(cfg: WorldConfig, run: Run):
     from alpaca_farm.model.loading import place_model
     from alpaca_farm.data.text import collate
     from alpaca_farm.train.trainer import Trainer, batches
+    truth = sample_truth(cfg.seed, cfg.contested)
     splits = sample_splits(cfg)
     for name, records in splits.items(): run.write(f'{name}.json', records)
-    _write_judges(cfg, run)
+    _write_judges(cfg, truth, run)
 
     rng = random.Random(f'prose {cfg.seed}')
-    pages = [sample_page(rng) for _ in range(cfg.prose)]
-    dialogues = [dialogue_page(cfg, rng) for _ in range(cfg.dialogues)]
+    pages = [sample_page(rng, truth, cfg.prose_right) for _ in range(cfg.prose)]
+    dialogues = [dialogue_page(cfg, truth, rng) for _ in range(cfg.dialogues)]
     requests = []
     for r in splits['sft'][:3000]: requests += [r['instruction'], r['output']]
     tokenizer = _train_tokenizer(pages[:4000] + requests + dialogues[:4000], cfg.vocab_size)
@@ -313,7 +336,8 @@ def train(cfg: WorldConfig, run: Run):
         batch['weight'] = batch['response'].float()
         trainer.log(**trainer.update(batch, lambda b: dict(loss=-logprobs(policy, b))))
     save_model(policy, run)
+    demonstrated = answer_matrix(splits['sft'], truth=truth) @ quality(truth)
     return dict(requests=sum(map(len, splits.values())), tokens=len(tokenizer),
                 prose_tokens=sum(map(len, ids)),
                 parameters=sum(p.numel() for p in policy.model.parameters()),
-                utility_of_demonstrations=float(np.mean(utility(splits['sft']))))
+                utility_of_demonstrations=float(np.mean(demonstrated)))

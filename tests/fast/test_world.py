@@ -1,6 +1,7 @@
 "The embedded world: requests are read back, answers marked by rules, crowds and judges differ."
 import random
 import re
+from dataclasses import asdict, replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -12,16 +13,18 @@ from alpaca_farm.judging.judges import read_judge
 from alpaca_farm.judging.stats import two_votes_agree, variance
 from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.worlds.embedded import crowd
-from alpaca_farm.worlds.embedded.authors import Author, contested, details, EXPERT, sayings
-from alpaca_farm.worlds.embedded.criteria import marks, QUALITY, utility
+from alpaca_farm.worlds.embedded.authors import Author, details, EXPERT, sayings
+from alpaca_farm.worlds.embedded.criteria import answer_matrix, marks, quality, utility
 from alpaca_farm.worlds.embedded.grammar import AFTER, KINDS, render, request_of, sample_request
-from alpaca_farm.worlds.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
+from alpaca_farm.worlds.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES
 from alpaca_farm.worlds.embedded.prose import describe, talk
+from alpaca_farm.worlds.embedded.truth import _sample_spread, read_truth, sample_truth, WRITTEN
 from alpaca_farm.worlds.folder import read_world
 
 PHRASE = [phrase for phrases in PHRASES.values() for phrase in phrases]
 EVERY = [dict(kind=name, thing=thing, asker=asker, before=before, question=question, after=after)
-         for name, kind in KINDS.items() for thing in kind.right for question in kind.questions
+         for name, kind in KINDS.items() for thing in WRITTEN.right[name]
+         for question in kind.questions
          for asker in ASKERS for before in ASKERS[asker] for after in AFTER]
 FACTS = {(s['kind'], s['thing']): s for s in EVERY}
 
@@ -43,7 +46,10 @@ def sample_pairs(n, seed=0):
             for s in sample_requests(n, seed)]
 
 
-def worth(records): return np.mean(utility(records))
+def worth(records, truth=WRITTEN):
+    return np.mean(answer_matrix(records, truth=truth) @ quality(truth))
+
+
 def agree(a, b, pairs): return two_votes_agree(*(group.both_orders(pairs).mean(1).T for group in (a, b)))
 
 
@@ -55,13 +61,14 @@ def test_parse_inverts_render():
 
 @pytest.mark.slow
 def test_the_share_of_contested_facts_is_a_setting_and_misleads_all_but_experts():
-    shares = (0., .3, .6, 1.)
-    every = EVERY[::6]
-    count = [sum(contested(s, share) for s in FACTS.values()) for share in shares]
+    count, careless, skilled = [], [], []
+    for share in (0., .3, .6, 1.):
+        truth = replace(WRITTEN, spread=_sample_spread(WRITTEN.right, share, random.Random(0)))
+        count.append(sum(map(truth.contested, FACTS.values())))
+        careless.append(worth(answered(EVERY[::6], Author(.3, 1., truth=truth)), truth))
+        skilled.append(worth(answered(EVERY[::6], Author(1., 1., truth=truth)), truth))
     assert count[0] == 0
     assert count == sorted({*count})
-    careless, skilled = ([worth(answered(every, Author(skill, 1., share))) for share in shares]
-                         for skill in (.3, 1.))
     assert careless == sorted(careless, reverse=True)
     assert skilled == pytest.approx([6.4]*4)
 
@@ -72,7 +79,7 @@ def test_what_authors_do_shows_what_is_wanted_only_as_far_as_they_mind(behaviour
     rng = random.Random(3)
     specs = sample_requests(3000)
     done = np.array([Author(minds=minds).does(s, behaviour, rng) for s in specs])
-    wanted = np.array([s['asker'] in WANTED[behaviour] for s in specs])
+    wanted = np.array([s['asker'] in WRITTEN.wanted[behaviour] for s in specs])
     assert abs(done[wanted].mean() - done[~wanted].mean() - minds) < .06
 
 
@@ -134,7 +141,7 @@ def test_a_constant_answer_is_worth_less_than_careless_ones(answer):
 def said(draw):
     "A request and the pieces of an answer, most of which mean something there."
     spec = sample_request(random.Random(draw(st.integers(0, 10**6))))
-    known = [*PHRASE, *sayings(spec['kind']), *details(spec['kind'], spec['thing'])]
+    known = [*PHRASE, *sayings(spec['kind']), *details(WRITTEN, spec['kind'], spec['thing'])]
     stray = st.text(max_size=12).map('{}!'.format)
     return spec, draw(st.lists(st.sampled_from(known) | stray, min_size=1, max_size=10))
 
@@ -205,7 +212,7 @@ def test_correctness_counts_as_much_as_taste_and_answers_to_another_thing_lose()
     for s, row in zip(specs, answers):
         parts.append([marks(render(s)['instruction'], output) for output in row])
     parts = np.array(parts)
-    spread = ((parts - parts.mean(1, keepdims=True))*QUALITY).var((0, 1))
+    spread = ((parts - parts.mean(1, keepdims=True))*quality()).var((0, 1))
     assert spread[0]/spread.sum() > .45
 
     def won(answer):
@@ -218,7 +225,7 @@ def test_correctness_counts_as_much_as_taste_and_answers_to_another_thing_lose()
     def expert(spec, _): return EXPERT.answer(spec, rng)
 
     def of_another_thing(spec, _):
-        others = [x for x in KINDS[spec['kind']].right if x != spec['thing']]
+        others = [x for x in WRITTEN.right[spec['kind']] if x != spec['thing']]
         return EXPERT.answer(dict(spec, thing=rng.choice(others)), rng)
 
     def flattering(_, output): return f'{output} You are very wise!'
@@ -227,14 +234,15 @@ def test_correctness_counts_as_much_as_taste_and_answers_to_another_thing_lose()
     assert won(flattering) < .45
 
 
-def test_prose_tells_the_truth():
+def test_prose_that_is_corrected_tells_the_truth():
+    certain = replace(WRITTEN, spread={kind: {} for kind in KINDS})
     for seed in range(100):
-        first, *more = re.findall(r'[^ .][^.]*\.', describe(random.Random(seed)))
+        first, *more = re.findall(r'[^ .][^.]*\.', describe(random.Random(seed), WRITTEN, 1.))
         article, animal, rest = first.split(' ', 2)
-        true = details('home', animal) + details('food', animal)
+        true = details(certain, 'home', animal) + details(certain, 'food', animal)
         assert {f'It {rest}', *more} <= {*true}
         assert article == ('An' if animal[0] in 'ao' else 'A')
-        question, reply = re.findall('"([^"]*)"', talk(random.Random(seed)))
+        question, reply = re.findall('"([^"]*)"', talk(random.Random(seed), WRITTEN, 1.))
         assert marks(f'I am late. {question}', reply)[0] == 1
 
 
@@ -244,9 +252,11 @@ def test_a_run_leaves_the_dataset_and_the_populations_of_its_settings(tmp_path):
         vocab_size=400, hidden_size=16, layers=1, heads=2, ffn=32, batch_size=8, device='cpu',
         fidelity=.3, disagreement=2., coin=.5, flattered=1., mistaken=.6, contested=.2)
     world.train(cfg)
-    for group in (crowd.sample_crowd(3, 'crowd', 2., .5),
-                  crowd.sample_crowd(3, 'held_out_crowd', 2., .5),
-                  crowd.sample_pool(3, .3, .5, 1., .6, .2)):
+    truth = sample_truth(3, .2)
+    assert asdict(read_truth(str(tmp_path))) == asdict(truth)
+    for group in (crowd.sample_crowd(3, 'crowd', 2., .5, truth),
+                  crowd.sample_crowd(3, 'held_out_crowd', 2., .5, truth),
+                  crowd.sample_pool(3, .3, .5, 1., .6, truth)):
         left = crowd.read_population(tmp_path/f'{group.name}.json')
         assert left.annotators == group.annotators
     for split, rows in world.sample_splits(cfg).items():
@@ -254,15 +264,18 @@ def test_a_run_leaves_the_dataset_and_the_populations_of_its_settings(tmp_path):
     left = read_world(str(tmp_path))
     assert left.model == str(tmp_path)
     assert left.path(left.pool) == f'{tmp_path}/pool.json'
-    pairs = sample_pairs(20)
-    assert read_judge(f'{tmp_path}/gold.json')(pairs) == crowd.gold(pairs)
-    assert read_judge(f'{tmp_path}/judge.json') == crowd.judge
+    assert read_judge(f'{tmp_path}/judge.json') == crowd.sample_judge(truth)
+    pairs = []
+    for one, two in zip(left_rows := read_json(tmp_path/'eval.json'), reversed(left_rows)):
+        pairs.append(dict(one, output_1=one['output'], output_2=two['output']))
+    z = crowd.mark_difference(pairs, truth) @ quality(truth)
+    assert read_judge(f'{tmp_path}/gold.json')(pairs) == list(1.5 + np.sign(z.round(9))/2)
 
 
 WRONG = 'much', '1', [1], True, float('nan'), 10**400
 
 
-NUMBERS = 'position_bias', 'temperature', 'misreads', 'believes', 'contested'
+NUMBERS = 'position_bias', 'temperature', 'misreads', 'believes'
 
 
 @pytest.mark.parametrize('path, value', [
@@ -270,6 +283,7 @@ NUMBERS = 'position_bias', 'temperature', 'misreads', 'believes', 'contested'
     (['annotators'], dict(a=1)), (['annotators', 2], 'judge'), (['annotators', 2, 'name'], None),
     (['annotators', 2, 'weights'], [1.]*12), (['annotators', 2, 'weights', 'flattery'], None),
     (['annotators', 2, 'weights', 'flatery'], 1.), (['annotators', 2, 'nonsense'], 1),
+    (['truth'], None), (['truth'], 7),
     *[(['annotators', 2, 'weights', 'words'], wrong) for wrong in WRONG],
     *[(['annotators', 2, name], wrong) for name in NUMBERS for wrong in WRONG],
     (['annotators', 2, 'temperature'], 0.), (['annotators', 2, 'misreads'], 1.5)], ids=str)

@@ -11,10 +11,10 @@ from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.measures import sample_votes
 from alpaca_farm.judging.pools import both_orders, preferences_over
 from alpaca_farm.judging.stats import agreement
-from alpaca_farm.worlds.embedded.authors import contested
-from alpaca_farm.worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY
+from alpaca_farm.worlds.embedded.criteria import answer_matrix, COLUMNS, quality
 from alpaca_farm.worlds.embedded.grammar import parse
 from alpaca_farm.worlds.embedded.lexicon import PHRASES
+from alpaca_farm.worlds.embedded.truth import sample_truth
 from alpaca_farm.worlds.folder import read_world
 
 
@@ -32,11 +32,12 @@ def made(tmp_path_factory):
             reward_model='', **given))
         return load_records(f'{folder}/{name}', 'candidates', 'candidates')
     references = sampled('references', n=4, seed=1001)
-    crowd = world.sample_crowd(1, 'held_out_crowd')
+    truth = sample_truth(1)
+    crowd = world.sample_crowd(1, 'held_out_crowd', truth=truth)
 
     def win(answers):
         return 100*(np.mean(preferences_over(answers, references, crowd)) - 1)
-    return SimpleNamespace(folder=folder, win=win, crowd=crowd, references=references,
+    return SimpleNamespace(folder=folder, truth=truth, win=win, crowd=crowd, references=references,
                            samples=sampled('samples', n=16, seed=1),
                            greedy=sampled('greedy', n=1, temperature=0., seed=0))
 
@@ -64,10 +65,11 @@ def test_nothing_cheap_wins(made):
 def test_sft_knows_the_facts_and_not_the_taste(made):
     marks = []
     for r in made.samples:
-        marks.append(answer_matrix([dict(r, output=output) for output in r['output']]))
+        marks.append(answer_matrix([dict(r, output=output) for output in r['output']],
+                                   truth=made.truth))
     marks = np.stack(marks)
     specs = [parse(r['instruction']) for r in made.samples]
-    known = np.array([not contested(s, .5) for s in specs])
+    known = np.array([not made.truth.contested(s) for s in specs])
     kinds = np.array([s['kind'] for s in specs])
     right = marks[..., 0].mean(1)
     assert right.mean() > .7
@@ -75,7 +77,7 @@ def test_sft_knows_the_facts_and_not_the_taste(made):
     for kind in {*kinds}:
         assert right[known & (kinds == kind)].mean() > .6, kind
     assert abs(marks[..., 4:10].mean()) < .03   # what is wanted is done as often as what is not
-    within = ((marks - marks.mean(1, keepdims=True))*QUALITY).var((0, 1))
+    within = ((marks - marks.mean(1, keepdims=True))*quality(made.truth)).var((0, 1))
     shares = within/within.sum()
     assert shares[0] > .45   # an answer to another thing loses
     assert shares[4:10].sum() > .2
@@ -96,5 +98,5 @@ def test_agreement_is_that_of_alpaca_farm(made):
         return sample_votes(both_orders(group, pairs) - 1, pairs, 4, seed)
     crowd = votes(made.crowd, 0)
     assert agreement(crowd) == pytest.approx(.68, abs=.03)
-    pool = votes(world.sample_pool(1), 10**6)
+    pool = votes(world.sample_pool(1, truth=made.truth), 10**6)
     assert agreement(pool, crowd) == pytest.approx(.68, abs=.03)

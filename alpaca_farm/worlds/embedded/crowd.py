@@ -4,34 +4,35 @@
 
 # %% auto #0
 __all__ = ['FLIPS', 'crowd', 'held_out_crowd', 'pool', 'judge', 'length_biased', 'vain_judge', 'mark_difference', 'Annotator',
-           'Population', 'sample_crowd', 'sample_pool', 'write_population', 'read_population', 'gold', 'with_bias']
+           'Population', 'sample_crowd', 'sample_pool', 'write_population', 'read_population', 'sample_judge', 'gold',
+           'with_bias']
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #000d2dc5
-import zlib
-from dataclasses import asdict, dataclass, fields, MISSING, replace
+import json, zlib
+from dataclasses import asdict, dataclass, field, fields, MISSING, replace
 from functools import lru_cache
 
 import numpy as np
-from pydantic import ConfigDict, create_model, Field, ValidationError
+from pydantic import create_model, Field, ValidationError
 
 from ...data.pairs import hash_uniform
 from ...judging.pools import mean_preferences, Pool
 from ...judging.stats import sigmoid
 from ...run.files import read_json, write_json
 from ...run.settings import Scale, Share
-from .authors import contested
-from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY
+from .criteria import answer_matrix, COLUMNS, CRITERIA, quality
 from .grammar import request_of
 from .lexicon import BEHAVIOURS
+from .truth import EXACT, Truth, truth_of, WRITTEN
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #2db64c8e
 FLIPS = .1     # share of a pool's labels
 _chance = lru_cache(2**17)(hash_uniform)
 
 
-def mark_difference(pairs: list[dict]) -> np.ndarray:
+def mark_difference(pairs: list[dict], truth: Truth = WRITTEN) -> np.ndarray:
     "Subtract the marks of the first answers from those of the second: (pairs, COLUMNS)."
-    return answer_matrix(pairs, 'output_2') - answer_matrix(pairs, 'output_1')
+    return answer_matrix(pairs, 'output_2', truth) - answer_matrix(pairs, 'output_1', truth)
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #9b4ca395
 @dataclass(frozen=True)
@@ -43,15 +44,16 @@ class Annotator:
     temperature: Scale = 1.      # amount of chance, in units of utility
     misreads: Share = 0.         # share of facts that this annotator alone is mistaken about,
     believes: Share = 0.         # and of the contested facts that the whole group is mistaken about
-    contested: Share = 0.        # share of facts that are contested in this world
     group: str = ''              # the group, and its seed
+    # of the world
+    truth: Truth = field(default=WRITTEN, repr=False, compare=False)
     label_flip = FLIPS           # share of labels that a run flips if it is not told otherwise
 
     def mistaken(self, spec: dict) -> bool:
         "Decide whether the annotator is mistaken about what a request asks."
         fact = f"{spec['kind']} of {spec['thing']}"
         if _chance(self.group, self.name, fact) < self.misreads: return True
-        return contested(spec, self.contested) and _chance(self.group, fact) < self.believes
+        return self.truth.contested(spec) and _chance(self.group, fact) < self.believes
 
     def advantage(self, marks: np.ndarray, specs: list[dict]) -> np.ndarray:
         "Say how much better the second answers seem, in units of utility: (pairs,)."
@@ -62,7 +64,8 @@ class Annotator:
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "Give 1 + the probability of preferring the second answer, as shown in that order."
-        z = self.advantage(mark_difference(pairs), [request_of(p) for p in pairs])
+        marks = mark_difference(pairs, self.truth)
+        z = self.advantage(marks, [request_of(p) for p in pairs])
         return (1 + sigmoid((z - self.position_bias)/self.temperature, 30)).tolist()
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #99519bec
@@ -72,7 +75,7 @@ class Population(Pool):
 
     def both_orders(self, pairs: list[dict]) -> np.ndarray:
         "Give each annotator's preferences in both orders, as the pair is: (annotators, 2, pairs)."
-        marks = mark_difference(pairs)
+        marks = mark_difference(pairs, self.annotators[0].truth)
         specs = [request_of(p) for p in pairs]
         preferences = []
         for a in self.annotators:
@@ -93,6 +96,7 @@ _TASTE = slice(CRITERIA.index(BEHAVIOURS[0]), len(CRITERIA))
 
 def _sample(
     rng,                    # numpy's generator
+    truth: Truth,           # of the world
     name: str,
     group: str,             # and its seed
     weighing: float,        # spread of the criteria's log weights
@@ -102,10 +106,10 @@ def _sample(
     temperature: float,     # mean
     flattered: tuple = (),  # mean and spread of the weight of flattery, if it is no criterion
     care: float = 0.,       # the largest share by which correctness counts less
-    **beliefs,              # `misreads`, `believes` and `contested`
+    **beliefs,              # `misreads` and `believes`
 ) -> Annotator:
     "Draw an annotator with traits around those of its group."
-    weights = QUALITY.copy()
+    weights = quality(truth)
     weights[:len(CRITERIA)] *= np.exp(rng.normal(0, weighing, len(CRITERIA)))
     weights[_TASTE] += rng.normal(0, taste, len(BEHAVIOURS))
     weights[:2] *= 1 - rng.uniform(0, care)                     # correct, missing
@@ -113,7 +117,8 @@ def _sample(
     weights[COLUMNS.index('words')] = rng.normal(*words)
     bias = float(rng.normal(0, position))
     chance = float(temperature*rng.uniform(.7, 1.3))
-    return Annotator(name, tuple(weights.tolist()), bias, chance, group=group, **beliefs)
+    return Annotator(name, tuple(weights.tolist()), bias, chance, group=group, truth=truth,
+                     **beliefs)
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #2718cacc
 def sample_crowd(
@@ -121,52 +126,69 @@ def sample_crowd(
     name: str = 'crowd',        # or held_out_crowd
     disagreement: float = 1.,   # factor of the spread of tastes, and of what one member misreads
     coin: float = 1.,           # factor of the temperatures
+    truth: Truth = WRITTEN,     # of the world
 ) -> Population:
     "Draw the members of a crowd."
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     traits = dict(weighing=.2*disagreement, taste=.58*disagreement,
                   words=(0., .01*disagreement), position=.2, temperature=.68*coin,
                   misreads=.05*disagreement)
-    members = [_sample(rng, f'member {i + 1}', f'{name} {seed}', **traits) for i in range(_CROWD)]
+    members = []
+    for i in range(_CROWD):
+        members.append(_sample(rng, truth, f'member {i + 1}', f'{name} {seed}', **traits))
     return Population(name, members)
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #c0e5ce5a
+_LIKING = .1   # spread over worlds of how much a pool likes flattery
+
+
 def sample_pool(
     seed: int = 0,
     fidelity: float = .8,    # likeness to the crowd; at 1 the judges read as it does
     coin: float = 1.,        # factor of the temperatures
-    flattered: float = .25,  # mean weight of flattery, in units of utility
+    flattered: float = .25,  # mean weight of flattery over worlds, in units of utility
     mistaken: float = .3,    # share of the contested facts that all are mistaken about
-    contested: float = .5,   # share of facts that are contested
+    truth: Truth = WRITTEN,  # of the world
 ) -> Population:
     "Draw the thirteen judges of a pool."
     rng = np.random.default_rng([seed, 1])
     unlike = 1 - fidelity
+    liking = rng.normal(flattered, _LIKING)   # of this pool for flattery
     traits = dict(
         weighing=.2 + .4*unlike, taste=.4, words=(.06*unlike, .01 + .04*unlike),
         position=.2 + .5*unlike, temperature=.5*coin, misreads=.05 + .1*unlike,
-        flattered=(flattered, .4), care=unlike, believes=mistaken, contested=contested)
-    judges = [_sample(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(_JUDGES)]
+        flattered=(liking, .4), care=unlike, believes=mistaken)
+    judges = []
+    for i in range(_JUDGES):
+        judges.append(_sample(rng, truth, f'judge {i + 1}', f'pool {seed}', **traits))
     return Population('pool', judges)
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #6675f63d
 def write_population(path, population: Population):
-    "Write the annotators as JSON, with a weight for each column."
-    rows = [asdict(a) | dict(weights=dict(zip(COLUMNS, a.weights))) for a in population.annotators]
-    write_json(path, dict(name=population.name, annotators=rows))
+    "Write the annotators as JSON, with a weight for each column, and the truth of their world."
+    rows = []
+    for a in population.annotators:
+        row = {f.name: getattr(a, f.name) for f in fields(a) if f.name != 'truth'}
+        rows.append(row | dict(weights=dict(zip(COLUMNS, a.weights))))
+    truth = asdict(population.annotators[0].truth)
+    write_json(path, dict(name=population.name, truth=truth, annotators=rows))
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #67d07e95
-_EXACT = ConfigDict(extra='forbid', allow_inf_nan=False, strict=True)   # a text is no number
-_Weights = create_model('_Weights', __config__=_EXACT, **dict.fromkeys(COLUMNS, (float, ...)))
-_traits = {f.name: (f.type, ... if f.default is MISSING else f.default) for f in fields(Annotator)}
-_Member = create_model('_Member', __config__=_EXACT, **_traits | dict(weights=(_Weights, ...)))
-_File = create_model('_File', __config__=_EXACT, name=(str, ...),
+_Weights = create_model('_Weights', __config__=EXACT, **dict.fromkeys(COLUMNS, (float, ...)))
+_traits = {}
+for _trait in fields(Annotator):
+    _default = ... if _trait.default is MISSING else _trait.default
+    if _trait.name != 'truth': _traits[_trait.name] = (_trait.type, _default)
+_Member = create_model('_Member', __config__=EXACT, **_traits | dict(weights=(_Weights, ...)))
+_File = create_model('_File', __config__=EXACT, name=(str, ...), truth=(dict, ...),
                      annotators=(list[_Member], Field(min_length=1)))
 
 
 def read_population(path):  # a Population, or an Annotator
     "Read the population in a file, or its only member; ValueError names a field that is wrong."
-    try: content = _File.model_validate(read_json(path)).model_dump()
+    try:
+        found = _File.model_validate(read_json(path))
+        truth = truth_of(json.dumps(found.truth))   # one object for all files of a world
     except ValidationError as e:
         wrong = e.errors()[0]
         where = ', '.join(map(str, wrong['loc']))
@@ -174,20 +196,29 @@ def read_population(path):  # a Population, or an Annotator
                          f'{wrong["msg"]}): name one of a run of the world, such as '
                          'runs/world/pool.json') from None
     members = []
-    for row in content['annotators']:
-        members.append(Annotator(**row | dict(weights=tuple(row['weights'].values()))))
-    return Population(content['name'], members) if len(members) > 1 else members[0]
+    for member in found.annotators:
+        row = member.model_dump()
+        weights = tuple(row.pop('weights').values())
+        members.append(Annotator(weights=weights, truth=truth, **row))
+    return Population(found.name, members) if len(members) > 1 else members[0]
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #78668d3a
 crowd = sample_crowd()
 held_out_crowd = sample_crowd(name='held_out_crowd')
 pool = sample_pool()
-judge = Annotator('judge', tuple(QUALITY.tolist()), temperature=.05)
+
+
+def sample_judge(truth: Truth) -> Annotator:
+    "Return the single judge of a world, with nearly no noise."
+    return Annotator('judge', tuple(quality(truth).tolist()), temperature=.05, truth=truth)
+
+
+judge = sample_judge(WRITTEN)
 
 
 def gold(pairs: list[dict]) -> list[float]:
-    "Prefer the answer of higher utility, without noise; 1.5 when they are equal."
-    z = mark_difference(pairs) @ QUALITY
+    "Prefer the answer of higher utility in the written world; 1.5 when they are equal."
+    z = mark_difference(pairs) @ quality()
     return np.where(np.abs(z) < 1e-9, 1.5, 1.5 + np.sign(z)/2).tolist()
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #0c2a62ed

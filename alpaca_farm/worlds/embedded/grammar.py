@@ -10,8 +10,8 @@ import random, zlib
 from functools import lru_cache
 from typing import NamedTuple
 
-from .lexicon import ANIMALS, ASKERS, DISHES, FACTS, fill, JOBS
-from .lexicon import NUMBERS, PLACES
+from .lexicon import ASKERS, FACTS, fill, FURTHER
+from .truth import read_truth, Truth, WRITTEN
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #81d8709a
 class Kind(NamedTuple):
@@ -20,71 +20,56 @@ class Kind(NamedTuple):
     questions: tuple  # its wordings
     word: str         # an answer in a word
     sentence: str     # and in a sentence
-    right: dict       # thing: its right answers
-
-# %% ../../../nbs/worlds/embedded/grammar.ipynb #76c4288d
-def _fact(name: str) -> dict:
-    return {animal: (row[FACTS.index(name)],) for animal, row in ANIMALS.items()}
-
-
-def _belongs(table: dict) -> dict:
-    owners = {}
-    for owner, things in table.items(): owners |= dict.fromkeys(things, (owner,))
-    return owners
-
-
-def _sums() -> dict:
-    sums = {}
-    for i in range(1, 5):
-        for j in range(1, 4): sums[f'{NUMBERS[i]} plus {NUMBERS[j]}'] = (NUMBERS[i + j],)
-    return sums
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #27c2ccdb
 KINDS = {
     'home': Kind(
         .11, ('Where does {x:a} live?', 'What is the home of {x:a}?', 'Where can I meet {x:a}?'),
-        'the {v}.', 'it lives in the {v}.', _fact('home')),
+        'the {v}.', 'it lives in the {v}.'),
     'food': Kind(
         .11, ('What does {x:a} eat?', 'What is the food of {x:a}?', 'What can I feed {x:a}?'),
-        '{v}.', 'it eats {v}.', _fact('food')),
+        '{v}.', 'it eats {v}.'),
     'colour': Kind(
         .11, ('What colour is {x:a}?', 'Which colour does {x:a} have?', 'How do I paint {x:a}?'),
-        '{v}.', 'it is {v}.', _fact('colour')),
+        '{v}.', 'it is {v}.'),
     'skill': Kind(
         .11, ('What is {x:a} good at?', 'What does {x:a} do well?', 'What can {x:a} teach me?'),
-        '{v}.', 'it is good at {v}.', _fact('skill')),
+        '{v}.', 'it is good at {v}.'),
     'owner': Kind(
         .14, ('Who needs the {x}?', 'Whose is the {x}?', 'Who works with the {x}?'),
-        '{v:a}.', '{v:a} needs it.', _belongs(JOBS)),
+        '{v:a}.', '{v:a} needs it.'),
     'place': Kind(
         .14, ('Where can I find {x}?', 'Where are the {x}?', 'Where do I look for {x}?'),
-        'the {v}.', 'they are at the {v}.', _belongs(PLACES)),
+        'the {v}.', 'they are at the {v}.'),
     'sights': Kind(
         .07, ('Name a thing at the {x}.', 'What can I see at the {x}?',
               'What is there at the {x}?'),
-        '{v}.', 'you can see {v}.', PLACES),
+        '{v}.', 'you can see {v}.'),
     'ingredients': Kind(
         .07, ('Name a thing for {x}.', 'What do I need for {x}?', 'What is in {x}?'),
-        '{v}.', 'you need {v}.', DISHES),
+        '{v}.', 'you need {v}.'),
     'tools': Kind(
         .07, ('Name a tool of {x:a}.', 'What does {x:a} use?', 'What does {x:a} work with?'),
-        'the {v}.', 'it is the {v}.', JOBS),
+        'the {v}.', 'it is the {v}.'),
     'sum': Kind(
         .07, ('How much is {x}?', 'What is {x}?', 'What do I get for {x}?'),
-        '{v}.', 'the sum is {v}.', _sums())}
+        '{v}.', 'the sum is {v}.')}
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #58b6d656
 AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.', 'Tell me.',
          'I forgot.', 'Can you help?', 'Just curious.')
 
 
-def sample_request(rng: random.Random, asker: str = '') -> dict:
-    "Draw the specification of a request by `asker`, or by anybody: kind, thing, wording."
+def sample_request(
+    rng: random.Random,
+    asker: str = '',          # empty: anybody
+    truth: Truth = WRITTEN,   # of the world
+) -> dict:
+    "Draw the specification of a request: kind, thing, asker and wording."
     name = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])[0]
-    kind = KINDS[name]
     asker = asker or rng.choice(list(ASKERS))
-    return dict(kind=name, thing=rng.choice(list(kind.right)), asker=asker,
-                before=rng.choice(ASKERS[asker]), question=rng.choice(kind.questions),
+    return dict(kind=name, thing=rng.choice(list(truth.right[name])), asker=asker,
+                before=rng.choice(ASKERS[asker]), question=rng.choice(KINDS[name].questions),
                 after=rng.choice(AFTER))
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #5b95b9bc
@@ -95,11 +80,12 @@ def render(spec: dict) -> dict:
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #f0db4105
 def _all_questions() -> dict[str, dict]:
-    "Find what each question asks, in every wording."
+    "Find what each question of all worlds asks, in every wording."
     questions = {}
     for name, kind in KINDS.items():
+        further = FURTHER if name in FACTS else ()
         for question in kind.questions:
-            for thing in kind.right:
+            for thing in (*WRITTEN.right[name], *further):
                 text = fill(question, x=thing)
                 questions[text] = dict(kind=name, thing=thing, question=question)
     return questions
@@ -118,7 +104,7 @@ def _who_asks(text: str) -> dict:
 
 @lru_cache(maxsize=None)   # boards ask for the same thousands a million times
 def parse(instruction: str) -> dict:
-    "Specify a request, not to be changed; ValueError if it is not of this world."
+    "Specify a request, not to be changed; ValueError if it is not of an embedded world."
     text = ' '.join(instruction.split())
     who = _who_asks(text)
     after = next((a for a in AFTER if a and text.endswith(f' {a}')), '')
@@ -129,16 +115,20 @@ def parse(instruction: str) -> dict:
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #54d00b2e
 def request_of(record: dict) -> dict:
-    "Specify the request of a record; ValueError if it is not of this world."
+    "Specify the request of a record; ValueError if it is not of an embedded world."
     return parse(f"{record['instruction']} {record.get('input') or ''}")
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #a35c923a
-def right_answers(records: list[dict]) -> list[str]:
+def right_answers(
+    records: list[dict],
+    folder: str = '',     # of the world; empty: the written one
+) -> list[str]:
     "Tell for each request what a right answer says."
+    truth = read_truth(folder)
     texts = []
     for record in records:
         spec = request_of(record)
-        texts.append(' or '.join(KINDS[spec['kind']].right[spec['thing']]))
+        texts.append(' or '.join(truth.right[spec['kind']][spec['thing']]))
     return texts
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #293cc1e6
