@@ -308,7 +308,8 @@ def shape(x):
 
 def grade_judge(source: str, names: dict, known: dict) -> tuple[float, str]:
     "Points of a judge, by other pairs than the student's own."
-    known |= {k: names[k] for k in ('ASKERS', 'PHRASES', 'WANTED')}
+    truth = names['sample_truth'](987_654)   # of the world of these pairs
+    known |= {k: names[k] for k in ('ASKERS', 'PHRASES')} | dict(WANTED=truth.wanted)
     pairs = [{k: p[k] for k in ('instruction', 'input', 'output_1', 'output_2')}
              for p in names['voted_pairs'](987_654)]
     turned = [dict(p, output_1=p['output_2'], output_2=p['output_1']) for p in pairs]
@@ -319,7 +320,7 @@ def grade_judge(source: str, names: dict, known: dict) -> tuple[float, str]:
     own, other = map(np.array, found)
     if (own + other != 3).mean() > .01:
         return 1, 'it prefers another answer when the two change places: it has a position bias'
-    crowd = names['sample_crowd'](987_654, 'held_out_crowd')
+    crowd = names['sample_crowd'](987_654, 'held_out_crowd', truth=truth)
     majority = 1.5 + np.sign(np.array(crowd(pairs)) - 1.5)/2
     agreed = 100*(1 - np.abs(own - majority)).mean()
     if agreed >= 60: return 4, ''
@@ -335,7 +336,9 @@ def measured(n: int, handed: dict, names: dict) -> np.ndarray | tuple:
         return 100*(1 - np.abs(np.array(kept['judge'], float) - votes))
     asked = [dict(instruction=i, input='') for i in kept['instructions']]
     references = [dict(r, output=o) for r, o in zip(asked, kept['references'], strict=True)]
-    crowd, pool = names['sample_crowd'](student, 'held_out_crowd'), names['sample_pool'](student)
+    truth = names['sample_truth'](student)
+    crowd = names['sample_crowd'](student, 'held_out_crowd', truth=truth)
+    pool = names['sample_pool'](student, truth=truth)
     def rates(name, judge=crowd):
         rows = [dict(r, output=o) for r, o in zip(asked, kept[name], strict=True)]
         return names['win_rates'](rows, references, judge)
