@@ -15,7 +15,7 @@ from ..best_of_n import choose_best, score_candidates
 from .corrected import match_labels, read_people_labels
 from .judged import answers_to, judge_all, read_answers
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
-from .text import TEXT_COLUMNS, word_scorer
+from .text import taste_scorer, TEXT_COLUMNS, word_scorer
 from ..data.dialogues import full_instruction, prompt_key
 from ..data.pairs import match_prompts, output_texts, pair_up
 from ..data.records import load_records
@@ -31,7 +31,9 @@ from ..worlds.folder import World
 LABELLED_BY = {run: row['labels'] for run, row in recipes().items() if row['method']}
 
 # %% ../../nbs/boards/farm_board.ipynb #c17ac8c1
-ON_CROWD = {'bag of words': 'bag of words_crowd'}   # row on the pool's labels: row on the crowd's
+ON_CROWD = {   # row on the pool's labels: row on the crowd's
+    'bag of words': 'bag of words_crowd',
+    'words x asker': 'words x asker_crowd'}
 for _run, _row in recipes().items():
     if _row['method'] and _row['labels'] == 'crowd': ON_CROWD[_row['method']] = _run
 
@@ -73,21 +75,34 @@ def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict
 # %% ../../nbs/boards/farm_board.ipynb #c3b1812b
 WORDS = {   # row: run of labels
     'bag of words': 'annotators',
-    'bag of words_crowd': 'annotators_crowd'}
+    'bag of words_crowd': 'annotators_crowd',
+    'words x asker': 'annotators',
+    'words x asker_crowd': 'annotators_crowd'}
+_TOLD = ('words x asker', 'words x asker_crowd')   # rows that read the whole first sentence
 
 
 def _opening(record: dict) -> str:
     "The first three words of a request."
     return ' '.join(prompt_key(record)[0].split()[:3])
 
+
+def _first_sentence(record: dict) -> str:
+    "The first sentence of a request."
+    return re.split(r'(?<=[.!?])\s', prompt_key(record)[0].strip())[0]
+
 # %% ../../nbs/boards/farm_board.ipynb #0c5cf36c
 def _word_answers(folder: str, candidates: list[dict]) -> dict[str, list[dict]]:
-    "The best of the samples by a bag of words, for both sources of labels."
+    "The best of the samples by their words, for both sources of labels."
     answers = {}
+    known = {}   # pairs by run of labels
     for row, run in WORDS.items():
         if not read_summary(f'{folder}/{run}'): continue
-        pairs = load_records(f'{folder}/{run}', 'preferences', 'preference')
-        answers[row] = choose_best(score_candidates(candidates, word_scorer(pairs, _opening)))
+        if run not in known:
+            known[run] = load_records(f'{folder}/{run}', 'preferences', 'preference')
+        pairs = known[run]
+        if row in _TOLD: scorer = taste_scorer(pairs, _first_sentence)
+        else: scorer = word_scorer(pairs, _opening)
+        answers[row] = choose_best(score_candidates(candidates, scorer))
     return answers
 
 # %% ../../nbs/boards/farm_board.ipynb #a0170012
@@ -253,7 +268,7 @@ def short_board(folder: str):
     won = {}
     for method, row in board.iterrows():
         won[method] = f'{row.crowd:.1f} [{row.crowd_low:.1f}, {row.crowd_high:.1f}]'
-    cheap = 'best ', 'likeliest', 'greedy', 'bag of words', 'one suffix'
+    cheap = 'best ', 'likeliest', 'greedy', 'bag of words', 'words x asker', 'one suffix'
     methods = [m for m in board.index if LABELLED_BY.get(m) == 'pool']
     methods += [m for m in board.index if m.startswith(cheap) and m not in LABELLED_BY]
     methods = [m for m in methods if m not in ON_CROWD.values()]

@@ -50,7 +50,7 @@ def test_from_files_to_what_to_keep(mine, capsys):
     assert 'the judge may label' in said
     table = pd.read_csv(folder/'win_rates.csv')
     assert {*table.second} == {'sft', 'best_of_n', 'dpo', 'greedy SFT', 'likeliest of 8',
-                               'longest of 8', 'bag of words'}
+                               'longest of 8', 'bag of words', 'words x asker'}
     assert {'first', 'win_rate', 'instructions', 'corrected_low'} < {*table}
     # people are the judge, who likes what is long
     assert table.second[0] in ('longest of 8', 'best_of_n', 'greedy SFT')

@@ -42,7 +42,7 @@ def test_a_world_of_one_file_runs_on_the_whole_farm(sums, monkeypatch, capsys):
     board = pd.read_csv(run.folder/'leaderboard.csv', index_col='method')
     trained = {f'{m}{end}' for m in methods() for end in ('', '_crowd')}
     ways = {'likeliest of 4', 'longest of 4', 'best of 4 by the utility', 'bag of words',
-            'bag of words_crowd'}
+            'bag of words_crowd', 'words x asker', 'words x asker_crowd'}
     rows = trained | ways | {'sft', 'base model', 'greedy SFT', 'an expert'}
     assert rows <= {*board.index} <= rows | {'one suffix for all'}
     assert {'crowd', 'pool', 'utility'} < {*board}

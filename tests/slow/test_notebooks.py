@@ -281,7 +281,8 @@ def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch
 
 
 BASELINES = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4', 'bag of words',
-             'bag of words_crowd', 'best of 4 by the utility', 'best without labels', 'an expert'}
+             'bag of words_crowd', 'words x asker', 'words x asker_crowd',
+             'best of 4 by the utility', 'best without labels', 'an expert'}
 
 
 def test_the_farms_board_has_every_method_and_baseline(made):

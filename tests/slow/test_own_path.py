@@ -101,7 +101,7 @@ def test_from_files_to_what_to_keep(project, preferences, held_out):
     assert 'expert_iteration, rloo, ppo not made: runs/own was made without them' in said
     table = pd.read_csv('runs/decide/win_rates.csv')
     assert (table.instructions == len(read_json('runs/own/eval.json'))).all()
-    rows = {'dpo', 'best_of_n', 'bag of words'}
+    rows = {'dpo', 'best_of_n', 'bag of words', 'words x asker'}
     of_people = {f'{row}_crowd' for row in rows} if preferences else set()
     found = {*table.second}
     assert rows < found
