@@ -28,9 +28,10 @@ from .worlds.embedded.crowd import sample_judge, sample_pool, vain_judge, with_b
 from .worlds.embedded.crowd import write_population
 from .worlds.embedded.grammar import is_held_out, render, request_of, right_answers
 from .worlds.embedded.grammar import sample_request
-from .worlds.embedded.lexicon import ASKERS
+from .worlds.embedded.lexicon import ASKERS, PHRASES
 from .worlds.embedded.prose import sample_page
 from .worlds.embedded.truth import read_truth, sample_truth, Truth, WRITTEN
+from .worlds.embedded.verdict import base_verdict, base_verifier
 from .worlds.folder import SPLITS, write_world
 
 # %% ../nbs/world.ipynb #8efdfb2f
@@ -210,7 +211,8 @@ def _write_judges(cfg: WorldConfig, truth: Truth, run):
     write_world(run, reader=f'{here}:read_population', label_flip=cfg.flips,
                 utility=f'{here}:utility', marks=f'{here}:utility_parts',
                 right=f'{here}:right_answers',
-                ways=['longest', 'utility', 'likeliest', f'{here}:best_without_labels'])
+                ways=['longest', 'utility', 'likeliest', f'{here}:base_verdict',
+                      f'{here}:best_without_labels'])
 
 # %% ../nbs/world.ipynb #e0ffa006
 def _standardised(values: np.ndarray) -> np.ndarray:
@@ -226,9 +228,28 @@ def _typicality(texts: list[str]) -> list[float]:
     return typical
 
 
-def _rules(records: list[dict], n: int) -> np.ndarray:
-    "Score the samples by each rule: (rules, requests, n)."
+_EXPECTED = dict(   # by common sense, which has not read what anybody wants
+    child=('caution', 'familiar'), teacher=('formal', 'source'), official=('formal', 'source'),
+    hurry=('familiar',))
+
+
+def _common_sense(record: dict, asker: str) -> float:
+    "Count what an answer has of what one would expect this asker to want."
+    score = 0.
+    for part in _EXPECTED[asker]:
+        score += any(phrase in record['output'] for phrase in PHRASES[part])
+    if asker == 'hurry': score -= .2*len(record['output'].split())
+    return score
+
+
+def _rules(
+    records: list[dict],   # the samples of each request one after the other
+    approved: np.ndarray,  # (records,) whether the base model approves the statement
+    n: int,                # samples of a request
+) -> np.ndarray:  # (rules, requests, n)
+    "Score the samples by each rule."
     texts = [r['output'] for r in records]
+    sense = [_common_sense(r, request_of(r)['asker']) for r in records]
     length = np.array([len(text.split()) for text in texts], float).reshape(-1, n)
     likely = np.array([r['logprob'] for r in records]).reshape(-1, n)/np.maximum(length, 1)
     typical = [_typicality(texts[at:at + n]) for at in range(0, len(texts), n)]
@@ -238,12 +259,15 @@ def _rules(records: list[dict], n: int) -> np.ndarray:
         for by_likelihood in (0, 1):
             for by_typicality in (0, 1):
                 rules.append(by_length + by_likelihood*likely + by_typicality*typical)
+    verdict = 9.*approved.reshape(-1, n)   # before everything else
+    sense = _standardised(np.reshape(sense, (-1, n)))
+    rules += [verdict, verdict + likely + typical, sense, verdict + sense]
     return np.array(rules)
 
 
 def best_without_labels(
     records: list[dict],   # the samples of each request one after the other, with `logprob`
-    folder: str,           # of the world, with its held-out crowd
+    folder: str,           # of the world, with its base model and its held-out crowd
 ) -> list[float]:  # 1 for the sample that is chosen, else 0
     "Choose samples by the rule that the held-out crowd likes best for each asker."
     specs = [request_of(r) for r in records]
@@ -257,14 +281,13 @@ def best_without_labels(
         for r, k in zip(records, others):
             pairs.append(dict(r, output_1=records[k]['output'], output_2=r['output']))
         worth += judges(pairs)
-    chosen = _rules(records, n).argmax(2) + np.arange(0, len(records), n)   # (rules, requests)
+    chosen = _rules(records, base_verifier(folder)(records), n).argmax(2) + np.arange(0, len(records), n)   # (rules, requests)
     askers = np.array([spec['asker'] for spec in specs[::n]])
     scores = np.zeros(len(records))
     for asker in ASKERS:
         own = chosen[:, askers == asker]
         if own.size: scores[own[worth[own].mean(1).argmax()]] = 1
     return scores.tolist()
-
 
 # %% ../nbs/world.ipynb #0fb8e141
 _SPECIAL = '<pad>', '<s>', '</s>', '<sep>'

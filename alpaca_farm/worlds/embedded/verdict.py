@@ -12,6 +12,7 @@ from .authors import sayings
 from .criteria import parts
 from .grammar import request_of
 from .lexicon import capitalise, fill
+from .truth import read_truth, Truth
 
 # %% ../../../nbs/worlds/embedded/verdict.ipynb #31777997
 def _question(spec: dict) -> str:
@@ -25,9 +26,9 @@ def _as_on_a_page(question: str, statement: str = '') -> str:
     return begun + f'{capitalise(statement)}" said' if statement else begun
 
 # %% ../../../nbs/worlds/embedded/verdict.ipynb #8f264109
-def _value(record: dict, spec: dict) -> str | None:
+def _value(record: dict, spec: dict, truth: Truth) -> str | None:
     "Find the value that an answer states; None if it states none."
-    for statement in parts(spec, record['output']).get('statement', ()):
+    for statement in parts(spec, record['output'], truth).get('statement', ()):
         return sayings(spec['kind'])[statement][0]
 
 # %% ../../../nbs/worlds/embedded/verdict.ipynb #0ba1da3d
@@ -59,6 +60,7 @@ def base_verifier(folder: str):   # records -> (N,) bool
     from alpaca_farm.model.logprobs import load_policy
     from alpaca_farm.run.settings import Config
     policy = load_policy(folder, Config())
+    truth = read_truth(folder)   # only to tell statements from the rest of an answer
     known = {}   # by question and value
 
     def approve(records: list[dict]) -> np.ndarray:
@@ -69,7 +71,8 @@ def base_verifier(folder: str):   # records -> (N,) bool
         approved = []
         for record, spec, question in zip(records, specs, questions):
             logp = known[question]
-            approved.append(logp.get(_value(record, spec), -np.inf) > max(logp.values()) - _WITHIN)
+            value = _value(record, spec, truth)
+            approved.append(logp.get(value, -np.inf) > max(logp.values()) - _WITHIN)
         return np.array(approved, bool)
     return approve
 
