@@ -207,10 +207,10 @@ def dpo_step(
 def train(cfg: DPOConfig, run: Run):
     "Optimise a policy on preferences; writes model/, outputs.json, log.jsonl, summary.json."
     records, *labels = read_labels(cfg)
-    rows = hold_out(records, cfg.held_out, cfg.seed)
+    learned, apart = hold_out(records, cfg.held_out, cfg.seed)
     preflight(cfg, ('eval_split',))
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, policy.tokenizer, *([records[i] for i in some] for some in rows))
+    settle(run, policy.tokenizer, [records[i] for i in learned], [records[i] for i in apart])
     preflight(cfg, ('eval_split',), policy)
     data = LabelledAnswers(cfg, policy.tokenizer, records, *labels)
     trainer = Trainer(run, len(data.order), dict(policy=policy))

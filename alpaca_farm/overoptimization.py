@@ -172,7 +172,8 @@ def standard_marks(world: World, bank: list[dict]) -> tuple:
         return parts | dict(utility=utility, words=words)
 
     of_bank = raw(each_answer(bank))
-    mean, unit = {}, {}
+    mean = {}
+    unit = {}
     for name, values in of_bank.items():   # parts have the unit of the utility
         spread = np.array(of_bank['words' if name == 'words' else 'utility'])
         mean[name] = np.mean(values)
@@ -241,7 +242,8 @@ def _bank_rows(cfg: OverConfig, measures: Measures) -> tuple:
     "Rows of curves of best-of-n, and of forecasts, by each proxy."
     logprob = np.array([c['logprob'] for c in measures.bank])
     preferred = _score_bank(measures.bank, measures.crowd)
-    curves, forecasts = [], []
+    curves = []
+    forecasts = []
     for proxy in cfg.proxies:
         labels = _label_name(proxy)
         _, rewards = measures.rewards[proxy]
@@ -260,7 +262,8 @@ def _policy_rows(cfg: OverConfig, measures: Measures, proxies: dict, folder) -> 
     records = [dict(r, output='') for r in measures.bank]
     sft = load_policy(cfg.policy, cfg)
     show = Progress(folder.folder.name, len(todo))
-    curves, forecasts = [], []
+    curves = []
+    forecasts = []
     for i, (policy, step, path) in enumerate(todo, 1):
         proxy = proxies[policy]
         score, rewards = measures.rewards[proxy]

@@ -124,7 +124,8 @@ def _prompt_batches(
     same = {}
     for i, prompt in enumerate(prompts): same.setdefault(tuple(prompt), []).append(i)
     groups = list(same.values())
-    longest = [max(lengths[i] for i in rows) for rows in groups]
+    longest = []
+    for rows in groups: longest.append(max(lengths[i] for i in rows))
     at_once = max(1, batch_size * len(groups) // len(prompts))
     order = []
     for step in batches(longest, at_once, epochs, seed):
@@ -273,7 +274,8 @@ def train(cfg: RewardModelConfig, run: Run):
     model.config.likelihood = cfg.likelihood
     model.config.pooling = cfg.pooling
     check_positions(model, cfg.max_length, 'max_length')
-    prompts, answers = pairs['prompts'], pairs['answers']
+    prompts = pairs['prompts']
+    answers = pairs['answers']
     lengths = example_lengths(prompts, answers)
     order = _prompt_batches(prompts, lengths, cfg.batch_size, cfg.epochs, cfg.seed)
     head = {'score.weight': cfg.head_learning_rate or cfg.learning_rate}

@@ -209,11 +209,13 @@ def _read_table(path):
         if path.is_dir():
             import datasets
             table = datasets.load_from_disk(str(path))
-            rows, schema = table.to_list(), table.features.arrow_schema
+            rows = table.to_list()
+            schema = table.features.arrow_schema
         else:
             import pyarrow.parquet
             table = pyarrow.parquet.read_table(io.BytesIO(_read_bytes(path)))
-            rows, schema = table.to_pylist(), table.schema
+            rows = table.to_pylist()
+            schema = table.schema
         _name_classes(rows, schema)
         return rows
     except Exception as e:

@@ -117,8 +117,10 @@ class LabelledAnswers:
             side = self.held_out if row in apart else learn
             side.append(place)
         lengths = example_lengths(self.prompts, self.answers)
-        steps = batches([lengths[i] for i in learn], cfg.batch_size, cfg.epochs, cfg.seed)
-        self.order = [[learn[k] for k in step] for step in steps]
+        learned = [lengths[i] for i in learn]
+        self.order = []
+        for step in batches(learned, cfg.batch_size, cfg.epochs, cfg.seed):
+            self.order.append([learn[k] for k in step])
 
 # %% ../../nbs/train/labelled.ipynb #a01d1c0e
 @patch

@@ -170,6 +170,20 @@ def test_whitening_leaves_groups_of_equal_rewards_at_zero(base, models, kind):
     assert abs(masked_var(others, done['response'][n:]) - 1) < 1e-3
 
 
+def test_the_weight_of_the_kl_follows_its_target(base, tmp_path):
+    "A step's weight is in its rewards and its log; it falls while the KL is below the target."
+    found = {}
+    for target_kl in (0., 1e3):
+        folder = tiny.run('ppo', base, tmp_path/str(target_kl), kl_coef=.5, target_kl=target_kl,
+                          k_beta=1., eval_split='', save_every=0).folder
+        found[target_kl] = read_log(folder)
+    assert [r['kl_coef'] for r in found[0.]] == [.5]*3
+    assert [r['kl_coef'] for r in found[1e3]] == pytest.approx([.5, .4, .32])
+    returns = [[r['returns'] for r in log] for log in found.values()]
+    assert returns[0][0] == returns[1][0]   # the first step has the same weight
+    assert returns[0][1] != returns[1][1]
+
+
 @pytest.mark.slow
 @each_group
 @pytest.mark.parametrize('flat, kl_coef', [(2, 0.), (1, .2)])   # at first all KL is rounding

@@ -149,6 +149,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('sft', dict(data='{long_data}', max_prompt=70), 'Set max_length'),
     ('sft', dict(eval_every=2, val_split=''), 'val_split'),
     ('sft', dict(data='nowhere:alpaca'), 'nowhere'),
+    ('ppo', dict(kl_coef=0, target_kl=6), 'target_kl'),
     # rewards and judges
     ('ppo', dict(annotators=f'{HERE}:silent'), f'{HERE}:silent'),
     ('ppo', dict(reward_model='{sft}'), 'not a reward model'),

@@ -26,7 +26,7 @@ LONG = dict(
     reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 90),
     dpo=(
         dict(batch_size=2, epochs=2, loss_type='kto', checkpoint_every=1, save_every=20), 2, 50),
-    ppo=(dict(steps=8, checkpoint_every=2), 1, 7),
+    ppo=(dict(steps=8, checkpoint_every=2, target_kl=1., k_beta=1.), 1, 7),
     rrhf=(
         dict(batch_size=2, n=2, epochs=2, refresh_every=7, kl_coef=.1, checkpoint_every=3,
              save_every=20, missing_eos=''), 2, 55),
