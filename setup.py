@@ -10,7 +10,8 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=["="])
 config.read(here/"settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
-names = "dev", "flash", "wandb", "tensorboard", "browser", "docs", "ray", "slurm", "gpu", "gguf"
+names = ("dev", "alpaca_eval", "flash", "wandb", "tensorboard", "browser", "docs", "ray", "slurm", "gpu",
+         "gguf")
 extras = {name: cfg[f"{name}_requirements"].split() for name in names}
 
 
@@ -24,7 +25,7 @@ class BuildWithNotebooks(build_py):
         shutil.copytree(here/"nbs", target, ignore=shutil.ignore_patterns(".*", "__pycache__"))
 
 
-setup(name=cfg["lib_name"], version=cfg["version"], description=cfg["description"],
+setup(name=cfg["dist_name"], version=cfg["version"], description=cfg["description"],
       long_description=(here/"README.md").read_text(encoding="utf-8"),
       long_description_content_type="text/markdown", license="Apache-2.0",
       author=cfg["author"], author_email=cfg["author_email"], url=cfg["git_url"],

@@ -2,6 +2,7 @@
 
     python tools/course.py assignment runs/exercises.ipynb   # make assignment
     python tools/course.py grade runs/exercises.ipynb        # make grade FILE=runs/exercises.ipynb
+    python tools/course.py grade handed_in/                  # of a class, with one table
 
 `nbs/exercises.ipynb` is the solution: cells with nbgrader's metadata are answers, and functions in
 them are the library's. A submitted function runs in a process of its own with a time limit, beside
@@ -11,11 +12,11 @@ That is no protection from malice: grade strangers' files in a container.
 """
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import io
 import json
-import math
 import multiprocessing
 import re
 import sys
@@ -23,17 +24,19 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]/'tests'))
 import tiny
+from course_faults import CHECKS
 from alpaca_farm.farm import read_sizes
 from alpaca_farm.judging.stats import bootstrap
 from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.run.paths import notebook_path
 from alpaca_farm.world import sample_splits, WorldConfig
 
+DECISIONS = 'ppo', 'dpo', 'undecided'
 SECONDS = 20   # that a function may take for all its cases
 ALLOWED = {'torch', 'numpy', 'math', 'itertools', 'statistics', 'random', 're', 'collections',
            'functools'}
@@ -41,11 +44,13 @@ REFUSED = {'open', 'exec', 'eval', 'compile', 'input', '__import__', 'globals', 
 
 
 def answers(notebook: dict) -> dict[str, str]:
-    "The source of each answer of a notebook, by its name."
+    "The source of each answer of a notebook, by its name; of a divided cell all parts."
     found = {}
     for cell in notebook['cells']:
         name = cell['metadata'].get('nbgrader', {}).get('grade_id')
-        if name: found[name] = ''.join(cell['source'])
+        if not name: continue
+        source = ''.join(cell['source'])
+        found[name] = f'{found[name]}\n{source}' if name in found else source
     return found
 
 
@@ -81,143 +86,9 @@ def write_assignment(path):
     write_json(Path(path), notebook)
 
 
-def randn(*shape, seed=0): return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def masks():
-    "Answers of differing length behind prompts of differing length."
-    mask = torch.zeros(4, 9)
-    for row, (start, end) in enumerate([(0, 9), (2, 6), (1, 8), (3, 4)]): mask[row, start:end] = 1
-    return mask
-
-
-def gae_cases():
-    rewards, values = randn(4, 9), randn(4, 9, seed=1)
-    whole = torch.ones(4, 9)
-    return [(rewards, values, whole, 1., 1.), (rewards, values, masks(), 1., 1.),
-            (rewards, values, masks(), .9, .8)]
-
-
-def reversed_gae(f):
-    def wrong(r, v, m, gamma, lam):
-        delta = (r + gamma*F.pad((v*m)[:, 1:], (0, 1)) - v)*m
-        advantages = f(delta.flip(1), 0*v, m.flip(1), gamma, lam)[0].flip(1)
-        return advantages, advantages + v*m
-    return wrong
-
-
-def ratio(new, old): return (new - old).exp()
-
-
-def undivided(y, f, rest, w): return math.sqrt(w**2*rest.var() + (y - w*f).var())
-
-
-def ends(scale):
-    "The mean difference, and ends that are too near or too far."
-    def wrong(a, b):
-        mean, low, high = bootstrap(a - b)
-        return mean, mean - scale*(mean - low), mean + scale*(high - mean)
-    return wrong
-
-
-def ppi_cases():
-    cases = []
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        y = 1.*(rng.random(60) < .5)
-        f, rest = .2*y + .8*rng.random(60), .1 + .8*rng.random(200)
-        cases.append((y, f, rest))
-    return cases
-
-
-def paired(seed=0):
-    rng = np.random.default_rng(seed)
-    easy = 30*rng.random(200)
-    return easy + 40 + 10*rng.random(200), easy + 38 + 10*rng.random(200)
-
-
-SIGN = 'a minus sign is lost: what training makes small would have to be made large'
-# of each function: cases, tolerance, and by their fault wrong functions, made from the right one
-CHECKS = dict(
-    pairwise_loss=([(randn(6), randn(6, seed=1)), (randn(3)*20, randn(3, seed=1)*20)], 1e-3, {
-        SIGN: lambda f: lambda c, r: -f(c, r),
-        'chosen and rejected have changed places': lambda f: lambda c, r: f(r, c),
-        'the logarithm is missing': lambda f: lambda c, r: -torch.sigmoid(c - r),
-        'it is one mean, and each pair has a loss of its own': lambda f: lambda *x: f(*x).mean()}),
-    choose_best=([([dict(instruction=f'{k}', output=list('abcdef'), ended=[True]*6,
-                         scores=randn(6, seed=k).tolist()) for k in range(5)],)], 0, {
-        'it takes the worst answer': lambda f: lambda rows: f(
-            [dict(r, scores=[-s for s in r['scores']]) for r in rows]),
-        'it takes the first answer, whatever the scores': lambda f: lambda rows: [
-            dict(output=r['output'][0]) for r in rows]}),
-    gae=(gae_cases(), 1e-3, {
-        'it is reversed: the sum runs from the first token to each, not from each to the last':
-            reversed_gae,
-        'padding and prompts count: nothing outside of the mask may': lambda f: (
-            lambda r, v, m, g, l: f(r, v, torch.ones_like(m), g, l)),
-        'the value of the next state is missing in delta': lambda f: lambda r, v, m, g, l: f(
-            r - g*F.pad((v*m)[:, 1:], (0, 1)), v, m, g, l),
-        'lambda is missing': lambda f: lambda r, v, m, g, l: f(r, v, m, g, 1.),
-        'gamma is missing': lambda f: lambda r, v, m, g, l: f(r, v, m, 1., l),
-        'a minus sign is lost: the value is what was expected, and is taken away': lambda f: (
-            lambda r, v, m, g, l: f(r, -v, m, g, l)),
-        'advantages and returns have changed places': lambda f: lambda *x: f(*x)[::-1]}),
-    ppo_policy_loss=([(randn(3, 5), randn(3, 5, seed=1), randn(3, 5, seed=2), .2)], 1e-3, {
-        SIGN: lambda f: lambda *x: -f(*x),
-        'it takes the larger gain, and must take the smaller one': lambda f: (
-            lambda n, o, a, e: -torch.maximum(ratio(n, o)*a, ratio(n, o).clamp(1 - e, 1 + e)*a)),
-        'nothing is clipped': lambda f: lambda n, o, a, e: -ratio(n, o)*a,
-        'the unclipped gain is missing, so that a wrong step is never taken back': lambda f: (
-            lambda n, o, a, e: -ratio(n, o).clamp(1 - e, 1 + e)*a),
-        'the ratio is upside down': lambda f: lambda n, o, a, e: f(o, n, a, e),
-        'the ratio is the exponential of the difference of log-probs': lambda f: (
-            lambda n, o, a, e: -torch.minimum((n - o)*a, (n - o).clamp(1 - e, 1 + e)*a)),
-        'it is one mean, and each token has a loss of its own': lambda f: lambda *x: f(*x).mean()}),
-    masked_mean=([(randn(4, 9), masks())], 1e-3, {
-        'it is unmasked: padding counts': lambda f: lambda x, m: x.mean(),
-        'the sum is masked, but divided by all places': lambda f: lambda x, m: (x*m).mean(),
-        'it is the mean of the rows\' means: each place that counts weighs the same': lambda f: (
-            lambda x, m: ((x*m).sum(1)/m.sum(1)).mean())}),
-    dpo_loss=([(randn(6), randn(6, seed=1), randn(6, seed=2), randn(6, seed=3), .3)], 1e-3, {
-        SIGN: lambda f: lambda *x: -f(*x),
-        'chosen and rejected have changed places': lambda f: lambda a, b, c, d, t: f(b, a, d, c, t),
-        'the reference is missing': lambda f: lambda a, b, c, d, t: f(a, b, 0*c, 0*d, t),
-        'the reference has the wrong sign': lambda f: lambda a, b, c, d, t: f(a, b, -c, -d, t),
-        'beta is missing': lambda f: lambda a, b, c, d, t: f(a, b, c, d, 1.),
-        'the logarithm is missing': lambda f: (
-            lambda a, b, c, d, t: -torch.sigmoid(t*(a - c - b + d))),
-        'it is one mean, and each pair has a loss of its own': lambda f: lambda *x: f(*x).mean()}),
-    best_of_n_value=([(randn(3, 6).double().numpy(), randn(3, 6, seed=1).double().numpy(), n)
-                      for n in (1, 2, 4)], 1e-3, {
-        'it takes the best value, which nobody knows, not that of the best score':
-            lambda f: lambda s, v, n: f(v, v, n),
-        'it takes the lowest score': lambda f: lambda s, v, n: f(-s, v, n),
-        'it looks at the first n samples only': lambda f: (
-            lambda s, v, n: [b[:n][a[:n].argmax()] for a, b in zip(s, v)]),
-        'n is missing: it takes the best of all samples': lambda f: (
-            lambda s, v, n: f(s, v, s.shape[-1])),
-        'it is the mean score, not the mean value': lambda f: lambda s, v, n: f(s, s, n)}),
-    ppi_mean=(ppi_cases(), .04, {
-        'the correction has the wrong sign': lambda f: lambda y, j, rest: (
-            2*y.mean() - f(y, j, rest)[0], *f(y, j, rest)[1:]),
-        'the judge is not used: these are the labels alone': lambda f: (
-            lambda y, j, rest: f(y, j, rest[:0])),
-        'the error is that of one instruction: its variance is not divided by their number':
-            lambda f: lambda y, j, rest: (f(y, j, rest)[0], undivided(y, j, rest, f(y, j, rest)[2]),
-                                          f(y, j, rest)[2])}),
-    difference=([paired(seed) for seed in range(2)], .2, {
-        'it is second minus first': lambda f: lambda a, b: f(b, a),
-        'it is not paired: the spread is that of two independent means': lambda f: (
-            lambda a, b: (a.mean() - b.mean(), *(a.mean() - b.mean() + z*math.sqrt(
-                (a.var() + b.var())/len(a)) for z in (-1.96, 1.96)))),
-        'the ends are one standard error away, which is 68 %': lambda f: ends(1/1.96),
-        'the spread is that of single answers, not of their mean': lambda f: (
-            lambda a, b: ends(math.sqrt(len(a)))(a, b))}))
-
-
 def plain(x):
-    "Lists and numbers of a result; of a record its output."
-    if isinstance(x, dict): return x.get('output')
+    "Lists and numbers of a result; of a record its output alone."
+    if isinstance(x, dict): return dict(output=x.get('output'))
     if isinstance(x, (list, tuple)): return [plain(y) for y in x]
     return x.tolist() if hasattr(x, 'tolist') else x
 
@@ -228,7 +99,7 @@ def same(one, two, tolerance: float) -> bool:
         a, b = np.array(one), np.array(two)
         if a.shape != b.shape: return False
         if tolerance == 0: return bool((a == b).all())
-        if tolerance == .2: scale = max(np.ptp(b[1:]), 1e-9)   # of an interval: its width
+        if tolerance == .2: scale = max(np.ptp(b), 1e-9)   # of an interval: its width
         else: scale = np.abs(b) + 1e-2
         return bool((np.abs(a - b) <= tolerance*scale).all())
     except (TypeError, ValueError): return False
@@ -254,6 +125,9 @@ def _child(source, name, cases, known, pipe):
     torch.set_num_threads(1)
     try:
         exec(source, known)
+        if name not in known:
+            pipe.send(json.dumps(dict(error=f'it defines no function {name}')))
+            return
         found = []
         for case in cases: found.append(plain(known[name](*case)))
         pipe.send(json.dumps(dict(found=found)))
@@ -284,20 +158,42 @@ def grade_function(name: str, source: str, names: dict) -> tuple[float, str]:
     "Points, of 4, and what is wrong."
     known = {k: names[k] for k in ('torch', 'F', 'np', 'math', 'itertools', 're')}
     if name == 'judge': return grade_judge(source, names, known)
-    cases, tolerance, faults = CHECKS[name]
-    found = results(source, name, cases, known)
+    check = CHECKS[name]
+    found = results(source, name, check.cases, known)
     if isinstance(found, str): return 0, found
-    right = [plain(names[name](*case)) for case in cases]
-    pairs = [same(a, b, tolerance) for a, b in zip(found, right)]
+    right = [plain(names[name](*case)) for case in check.cases]
+    pairs = [same(a, b, check.tolerance) for a, b in zip(found, right)]
     if all(pairs): return 4, ''
-    for fault, make in faults.items():
-        wrong = [plain(make(names[name])(*case)) for case in cases]
-        if all(same(a, b, tolerance) for a, b in zip(found, wrong)): return 1, fault
+    for fault, make in check.faults.items():
+        wrong = [plain(make(names[name])(*case)) for case in check.cases]
+        if all(same(a, b, check.tolerance) for a, b in zip(found, wrong)): return 1, fault
     k = pairs.index(False)
+    if any(x is None for x in found): return 0, 'it returns nothing: is a `return` missing?'
     if shape(found[k]) != shape(right[k]):
         return 0, f'it returns the shape {shape(found[k])}, and {shape(right[k])} is asked for'
+    points = sum(pairs)/len(pairs)
+    if not finite(found[k]):
+        return points, 'it returns nan or infinity: is something divided by 0, or log(0)?'
+    if factor := common_factor(found, right):
+        return 1, f'all of it is {factor:.3g} times what is right'
     one, two = (textwrap.shorten(f'{x[k]}', 80) for x in (found, right))
-    return sum(pairs)/len(pairs), f'case {k + 1} of {len(cases)}: {one}, where {two} is right'
+    about = f' ({check.about[k]})' if check.about else ''
+    return points, f'case {k + 1} of {len(pairs)}{about}: {one}, where {two} is right'
+
+
+def finite(x) -> bool:
+    "Whether a result holds numbers, and all are finite."
+    try: return bool(np.isfinite(np.array(x, float)).all())
+    except (TypeError, ValueError): return True   # texts
+
+
+def common_factor(found: list, right: list) -> float:
+    "By what all results are to be divided; 0 if there is no such number."
+    try: a, b = (np.concatenate([np.array(x, float).ravel() for x in y]) for y in (found, right))
+    except (TypeError, ValueError): return 0
+    if a.shape != b.shape: return 0
+    factor = (a*b).sum()/(b*b).sum()
+    return factor if np.allclose(a, factor*b, rtol=1e-3, atol=1e-4) else 0
 
 
 def shape(x):
@@ -318,12 +214,16 @@ def grade_judge(source: str, names: dict, known: dict) -> tuple[float, str]:
     if any(np.shape(x) != (len(pairs),) or not np.isin(x, (1, 1.5, 2)).all() for x in found):
         return 0, 'it must return 1, 1.5 or 2 for each pair'
     own, other = map(np.array, found)
+    if (own == 1.5).all(): return 1, 'it never decides: 1.5 for each pair'
     if (own + other != 3).mean() > .01:
         return 1, 'it prefers another answer when the two change places: it has a position bias'
     crowd = names['sample_crowd'](987_654, 'held_out_crowd', truth=truth)
     majority = 1.5 + np.sign(np.array(crowd(pairs)) - 1.5)/2
     agreed = 100*(1 - np.abs(own - majority)).mean()
     if agreed >= 60: return 4, ''
+    longer = [1 + (len(p['output_2']) > len(p['output_1'])) for p in pairs]
+    if (own == longer).mean() > .95: return 1, 'it takes the longer answer, whatever is in it'
+    if (own == longer).mean() < .05: return 1, 'it takes the shorter answer, whatever is in it'
     if agreed <= 40: return 1, f'it prefers what most people do not (it agrees in {agreed:.0f} %)'
     return 2, f'it agrees with most of the crowd in {agreed:.0f} %; a judge who reads WANTED in 65'
 
@@ -387,8 +287,9 @@ def handed_in(notebook: dict) -> dict:
 
 
 def grade_answer(name, source, handed, names, own) -> tuple[float, str]:
-    "Points of an answer, and what is wrong."
+    "Points of an answer, and what is wrong; no source where there is no such cell."
     kind, _, n = name.partition('_')
+    if source is None: return 0, 'its cell is missing: keep the cells of the assignment'
     if name == 'decision': return grade_decision(handed)
     if kind == 'found': return grade_number(int(n), handed, names, own)
     if kind != 'predicted': return grade_function(name, source, names)
@@ -396,10 +297,30 @@ def grade_answer(name, source, handed, names, own) -> tuple[float, str]:
     return int(made), '' if made else 'no number was predicted'
 
 
-def grade(path) -> tuple[float, float, list[str]]:
-    "Points, of how many, and a line for each answer."
-    with contextlib.redirect_stdout(io.StringIO()): names = tiny.executed('exercises')
-    notebook = read_json(Path(path))
+def read_submission(path: Path) -> dict:
+    "Read a notebook that was handed in; ValueError says in a line why it cannot be graded."
+    if not path.is_file(): raise ValueError(f'{path}: there is no such file')
+    text = path.read_text(encoding='utf-8', errors='replace')
+    if not text.strip(): raise ValueError(f'{path}: the file is empty')
+    try: cells = json.loads(text)['cells']
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f'{path}: it is not a notebook') from None
+    notebook = dict(cells=[dict(cell, metadata=cell.get('metadata', {})) for cell in cells])
+    if not answers(notebook):
+        raise ValueError(f'{path}: no cell is an answer. Is it the file of `make assignment`?')
+    return notebook
+
+
+@functools.cache
+def solution() -> dict:
+    "The names that the exercises define: the right functions, and what grading reads."
+    with contextlib.redirect_stdout(io.StringIO()): return tiny.executed('exercises')
+
+
+def grade(path) -> tuple[dict, list[str]]:
+    "The student with the points of each answer, and a line for each; ValueError if unreadable."
+    notebook = read_submission(Path(path))
+    names = solution()
     given = answers(notebook)
     lines = []
     try:
@@ -410,16 +331,41 @@ def grade(path) -> tuple[float, float, list[str]]:
         handed = dict(student='?', predicted={}, found={}, evidence={})
         own = False
     lines.append(f'student {handed["student"]}')
-    total = whole = 0
-    for cell in read_json(notebook_path('exercises'))['cells']:
-        if not (about := cell['metadata'].get('nbgrader')): continue
-        name = about['grade_id']
-        try: points, said = grade_answer(name, given.get(name, ''), handed, names, own)
+    row = dict(student=handed['student'])
+    for name in points_of_answers():
+        try: points, said = grade_answer(name, given.get(name), handed, names, own)
         except Exception as e: points, said = 0, f'cannot be read ({type(e).__name__}: {e})'
-        total += points
-        whole += about['points']
-        lines.append(f'{name:16} {points:3.1f} of {about["points"]}  {said}'.rstrip())
-    return total, whole, lines
+        row[name] = points
+        lines.append(f'{name:16} {points:3.1f} of {points_of_answers()[name]}  {said}'.rstrip())
+    return row, lines
+
+
+@functools.cache
+def points_of_answers() -> dict[str, int]:
+    "How many points each answer of the exercises can have."
+    marks = [c['metadata'].get('nbgrader') for c in read_json(notebook_path('exercises'))['cells']]
+    return {about['grade_id']: about['points'] for about in marks if about}
+
+
+def total(row: dict) -> float:
+    "The sum of a submission's points."
+    return sum(row.get(name, 0) for name in points_of_answers())
+
+
+def grade_class(folder: Path) -> pd.DataFrame:
+    "Grade each notebook of a folder, its lines beside it as text; a table by file."
+    rows = {}
+    for path in sorted(folder.rglob('*.ipynb')):
+        if path.parent.name == '.ipynb_checkpoints': continue
+        try: row, lines = grade(path)
+        except ValueError as e: row, lines = dict(student='?'), [f'{e}']
+        path.with_suffix('.txt').write_text('\n'.join(lines) + '\n', encoding='utf-8')
+        rows[path.relative_to(folder).as_posix()] = dict(row, total=total(row))
+    if not rows: raise ValueError(f'{folder}: there is no notebook in it')
+    table = pd.DataFrame(rows).T.reindex(columns=['student', *points_of_answers(), 'total'])
+    table = table.fillna(0).rename_axis('file')
+    table.to_csv(folder/'grades.csv')
+    return table
 
 
 def grade_decision(handed: dict) -> tuple[float, str]:
@@ -428,13 +374,28 @@ def grade_decision(handed: dict) -> tuple[float, str]:
     right = 'ppo' if low > 0 else 'dpo' if high < 0 else 'undecided'
     said = handed['found'].get('keep')
     if said is None: return 0, 'not done yet'
-    if said == right: return 3, ''
-    return 0, f'{said}, though the interval of the difference says {right}'
+    word = str(said).strip().lower()
+    if word not in DECISIONS: return 0, f'{said!r} is none of {", ".join(DECISIONS)}'
+    if word == right: return 3, ''
+    return 0, f'{word}, though the interval of the difference says {right}'
 
 
-if __name__ == '__main__':
-    todo, file = sys.argv[1:]
-    if todo == 'assignment': write_assignment(file)
-    else:
-        total, whole, lines = grade(file)
-        print(*lines, f'{total:.1f} of {whole} points', sep='\n')
+def main(words: list[str]):
+    "Write the assignment, or print the grades of a file or a class."
+    if len(words) != 2 or words[0] not in ('assignment', 'grade'):
+        sys.exit('assignment FILE, or grade FILE or FOLDER: make grade FILE=runs/exercises.ipynb')
+    todo, path = words[0], Path(words[1])
+    if todo == 'assignment': return write_assignment(path)
+    whole = sum(points_of_answers().values())
+    try:
+        if path.is_dir():
+            table = grade_class(path)
+            print(table[['student', 'total']].to_string())
+            print(f'of {whole} points. By answer: {path}/grades.csv; in words: .txt beside each')
+        else:
+            row, lines = grade(path)
+            print(*lines, f'{total(row):.1f} of {whole} points', sep='\n')
+    except ValueError as e: sys.exit(f'{e}')
+
+
+if __name__ == '__main__': main(sys.argv[1:])

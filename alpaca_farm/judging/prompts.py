@@ -96,13 +96,14 @@ def read_judge_config(file: Path) -> dict[str, dict]:
 def suggest_names(spec: str) -> str:
     "End an error message with the names nearest to `spec`, or all names if none is near."
     folders = _folders()
+    lacking = ''
+    if len(folders) == 1:
+        lacking = ' AlpacaEval\'s come with pip install alpaca-eval==0.6.6 "setuptools<82"'
     names = []
     for folder in folders: names += sorted(path.name for path in folder.glob('*/'))
     near = difflib.get_close_matches(spec, names, 3)
-    if near: return f'. Did you mean {" or ".join(near)}?'
-    if len(folders) == 1:
-        names.append('AlpacaEval\'s too after pip install alpaca-eval==0.6.6 "setuptools<82"')
-    return f'. There are {", ".join(names)}'
+    if near: return f'. Did you mean {" or ".join(near)}?{lacking}'
+    return f'. There are {", ".join(names)}.{lacking}'
 
 # %% ../../nbs/judging/prompts.ipynb #a935a53c
 def model_kind(path) -> str:

@@ -6,9 +6,9 @@
 __all__ = ['ONE_THREAD', 'is_needed', 'run_notebook', 'warm_server', 'start_process', 'ending_processes', 'run_job']
 
 # %% ../../nbs/run/execution.ipynb #8b8e450f
-import multiprocessing, os, signal, sys, threading, types
+import io, multiprocessing, os, signal, sys, threading, traceback, types
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,15 +21,64 @@ def is_needed(cell) -> bool:
     return cell.cell_type == 'code' and 'demo' not in cell.metadata.get('tags', [])
 
 # %% ../../nbs/run/execution.ipynb #c6a2001d
-def _fill_places(cells: list):
-    "Put an output that updates another in its place, as a kernel does."
-    places = {}
-    for cell in cells:
-        for output in list(cell.get('outputs', [])):
-            place = output.get('metadata', {}).get('place')
-            if not place: continue
-            if place in places: cell.outputs.remove(output)
-            places.setdefault(place, output).data = output.data
+def _capturing_shell():
+    "A shell of IPython that keeps in `outputs` what its cell shows, and in `places` the displays by id."
+    from IPython.core.displayhook import DisplayHook
+    from IPython.core.displaypub import DisplayPublisher
+    from IPython.core.interactiveshell import InteractiveShell
+    from ipykernel.jsonutil import encode_images
+    from nbformat.v4 import new_output
+    from traitlets.config import Config
+
+    class Publisher(DisplayPublisher):
+        def publish(self, data, metadata=None, *, transient=None, update=False, **_):
+            place = (transient or {}).get('display_id')
+            if update and place in self.shell.places:
+                self.shell.places[place].data = encode_images(data)
+                return
+            output = new_output('display_data', encode_images(data), metadata=metadata or {})
+            self.shell.outputs.append(output)
+            if place: self.shell.places[place] = output
+
+    class Hook(DisplayHook):   # of what the last line of a cell returns
+        def write_output_prompt(self): pass
+
+        def write_format_data(self, data, metadata=None):
+            self.shell.outputs.append(new_output('execute_result', encode_images(data),
+                                                 metadata=metadata or {}))
+
+        def log_output(self, format_dict): pass
+
+    class Shell(InteractiveShell):
+        display_pub_class = Publisher
+        displayhook_class = Hook
+
+        def enable_gui(self, gui=None): pass
+
+        def showtraceback(self, *_, **__): pass   # it is in the outputs
+
+    shell = Shell.instance(config=Config(HistoryManager=dict(enabled=False)))
+    shell.places = {}
+    shell.enable_matplotlib('inline')
+    return shell
+
+# %% ../../nbs/run/execution.ipynb #68e4cddf
+def _run_cell(shell, source: str) -> tuple[list, BaseException | None]:
+    "Run a cell; return its outputs, what was printed first, and the error if it fails."
+    from nbformat.v4 import new_output
+    shell.outputs = []
+    printed = io.StringIO()
+    warned = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(warned):
+        result = shell.run_cell(source)
+    error = result.error_before_exec or result.error_in_exec
+    first = []
+    for name, text in ('stdout', printed.getvalue()), ('stderr', warned.getvalue()):
+        if text: first.append(new_output('stream', name=name, text=text))
+    if error:
+        first.append(new_output('error', ename=type(error).__name__, evalue=str(error),
+                                traceback=traceback.format_exception(error)))
+    return first + shell.outputs, error
 
 # %% ../../nbs/run/execution.ipynb #ac4101b7
 def run_notebook(
@@ -39,30 +88,22 @@ def run_notebook(
 ):
     "Execute a notebook in this process; PapermillExecutionError if a cell fails."
     import papermill
-    from execnb.shell import CaptureShell
-    from nbformat import from_dict
     from papermill.engines import Engine, papermill_engines
     no_secrets(parameters)   # papermill would write them down
-
-    class Shell(CaptureShell):
-        def showtraceback(self, *_, **__): pass   # it is in the outputs
 
     class ShellEngine(Engine):
         @classmethod
         def execute_managed_notebook(cls, manager, kernel_name, **more):
-            shell = Shell(mpl_format='png')
+            shell = _capturing_shell()
             for i, cell in enumerate(manager.nb.cells):
                 if not is_needed(cell): continue
                 if (manager.now() - manager.last_save_time).total_seconds() > 1: manager.save()
                 shell.user_ns['In'].append(cell.source)   # where `Config.collect` looks
-                source = cell.source   # what a cell that ends in a semicolon prints would be lost
-                if source.rstrip().endswith(';'): source += '\nNone'
-                cell.outputs = from_dict(list(shell.run(source)))
+                cell.outputs, error = _run_cell(shell, cell.source)
                 cell.execution_count = i + 1
-                if shell.exc:
+                if error:
                     manager.cell_exception(cell, i)
                     break
-            _fill_places(manager.nb.cells)
 
     papermill_engines.register('shell', ShellEngine)
     papermill.execute_notebook(notebook, output, parameters, engine_name='shell', language='python',
@@ -70,7 +111,7 @@ def run_notebook(
 
 # %% ../../nbs/run/execution.ipynb #3e7b8012
 ONE_THREAD = dict(OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
-_LIBRARIES = ['accelerate', 'execnb.shell', 'matplotlib.pyplot', 'matplotlib.backends.backend_agg',
+_LIBRARIES = ['accelerate', 'IPython.core.interactiveshell', 'matplotlib.pyplot', 'matplotlib.backends.backend_agg',
               'matplotlib._mathtext', 'pandas', 'papermill', 'safetensors.torch', 'torch',
               'transformers.conversion_mapping', 'transformers.models.llama.modeling_llama']
 

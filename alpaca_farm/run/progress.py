@@ -146,15 +146,15 @@ def in_short():
     import matplotlib.pyplot as plt
     text = DisplayHandle()
     picture = DisplayHandle()
-    text.display(Markdown('*Filled in by the run below.*'), metadata=dict(place='text'))
-    picture.display(Markdown(''), metadata=dict(place='picture'))
+    text.display(Markdown('*Filled in by the run below.*'))
+    picture.display(Markdown(''))
 
     def fill(
         figure,  # of matplotlib
         *lines,  # of text; an empty one is left out
     ):
         shown = [f'- {line}' for line in lines if line]
-        text.update(Markdown('\n'.join(shown)), metadata=dict(place='text'))
-        picture.update(figure, metadata=dict(place='picture'))
+        text.update(Markdown('\n'.join(shown)))
+        picture.update(figure)
         plt.close(figure)   # else it is shown below once more
     return fill

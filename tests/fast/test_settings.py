@@ -461,5 +461,7 @@ def test_a_clone_that_is_not_installed_makes_a_run_without_alpaca_eval(base, tmp
     labels = shutil.copy(base/'annotators'/'preferences.json', tmp_path/'mine.json')
     made = tiny.run('reward_model', base, tmp_path/'rm', preferences=str(labels))
     assert made.config['versions']['alpaca_farm'] == __version__
-    with pytest.raises(ValueError, match='pip install alpaca-eval'):
-        AnnotatorsConfig(annotators='weighted_alpaca_eval_gpt4_turbo')
+    for name in ('weighted_alpaca_eval_gpt4_turbo', 'alpaca_farm', 'structure'):
+        with pytest.raises(ValueError, match='pip install alpaca-eval') as refused:
+            AnnotatorsConfig(annotators=name)
+        assert '\n' not in str(refused.value)

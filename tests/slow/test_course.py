@@ -1,8 +1,10 @@
 """The course: PPO in one file is the library's, and exercises are graded as they deserve."""
+import itertools
 import json
 import re
 from functools import cache
 
+import pandas as pd
 import pytest
 import torch
 
@@ -87,7 +89,7 @@ def gae(rewards, values, mask, gamma=1., lam=1.):
         ahead = values[:, t + 1] if t + 1 < rewards.shape[1] else 0
         after = (rewards[:, t] + gamma*ahead - values[:, t] + gamma*lam*after)*mask[:, t]
         advantages[:, t] = after
-    return advantages, advantages + values''',
+    return advantages, (advantages + values)*mask''',
     ppo_policy_loss='''
 def ppo_policy_loss(logp, old, a, clip=.2):
     rho = (logp - old).exp()
@@ -129,26 +131,83 @@ def judge(pairs):
     return said''')
 
 
-# a function, what is replaced in it by what, and words of the fault; CHECKS has the others
+# of a function, what is replaced in it by what, and words of the fault
 WRONG = [
     ('pairwise_loss', 'return ', 'return -', 'minus sign'),
+    ('pairwise_loss', '(r - c)', '(c - r)', 'changed places'),
+    ('pairwise_loss', 'log1p((r - c).exp())', 'sigmoid(r - c)', 'probability of a wrong order'),
+    ('pairwise_loss', '(r - c).exp())', '(r - c).exp()).sum()', 'one sum'),
+    ('pairwise_loss', 'torch.log1p((r - c).exp())', '-(c.sigmoid() - r.sigmoid()).log()', 'nan'),
+    ('pairwise_loss', 'torch.log1p((r - c).exp())', 'F.softplus(r - c)/math.log(2)', '1.44 times'),
+    ('choose_best', 'max(', 'min(', 'worst'),
+    ('choose_best', "r['scores'].index(max(r['scores']))", '0', 'first answer'),
+    ('choose_best', "dict(output=r['output'][r['scores'].index(max(r['scores']))])",
+     "r['output'][r['scores'].index(max(r['scores']))]", 'must return records'),
+    ('choose_best', "r['scores'].index(max(r['scores']))",
+     "rows[0]['scores'].index(max(rows[0]['scores']))", "first record's"),
     ('gae', 'reversed(range(rewards.shape[1]))', 'range(rewards.shape[1])', 'reversed'),
     ('gae', 'rewards, values = rewards*mask, values*mask', 'mask = torch.ones_like(mask)',
      'outside of the mask'),
-    ('gae', '- values[:, t] ', '+ 0 ', 'case 1 of 3'),
-    ('ppo_policy_loss', '-a*rho, -a*', 'a*rho, a*', 'case 1 of 1'),
+    ('gae', '- values[:, t] ', '+ values[:, t] ', 'a minus sign is lost'),
+    ('gae', '- values[:, t] ', '', 'value of this state is missing'),
+    ('gae', 'gamma*ahead', '0*ahead', 'value of the next state is missing'),
+    ('gae', '+ gamma*ahead', '- gamma*ahead', 'next state has the wrong sign'),
+    ('gae', 'gamma*ahead - values[:, t]', '(values[:, t] - gamma*ahead)', 'both values'),
+    ('gae', 'rewards, values = rewards*mask, values*mask', 'rewards = rewards*mask',
+     "behind an answer's last token"),
+    ('gae', 'advantages + values', 'advantages - values', 'a minus sign stands'),
+    ('gae', '(advantages + values)*mask', 'advantages', 'missing in the returns'),
+    ('gae', 'gamma*lam*after', '0*after', 'delta alone'),
+    ('gae', 'gamma*lam*after', 'gamma*after', 'lambda is missing'),
+    ('gae', 'return advantages, (advantages + values)*mask', 'return advantages',
+     'returns are missing'),
+    ('gae', 'gamma*lam*after', 'after', 'padding, gamma .9 and lambda .8'),
+    ('ppo_policy_loss', '-a*rho, -a*', 'a*rho, a*', 'minus sign is lost, and the larger'),
+    ('ppo_policy_loss', 'torch.max', 'torch.min', 'larger gain'),
+    ('ppo_policy_loss', 'rho.clamp(1 - clip, 1 + clip)', 'rho', 'nothing is clipped'),
+    ('ppo_policy_loss', '.clamp(1 - clip, 1 + clip)', '.clamp(max=1 + clip)', 'from above only'),
+    ('ppo_policy_loss', 'logp - old', 'old - logp', 'upside down'),
+    ('masked_mean', '(x*mask).sum()/mask.sum()', '(x*mask).mean()', 'divided by all places'),
+    ('masked_mean', '(x*mask).sum()/mask.sum()', '(x*mask).sum()', 'it is a sum'),
+    ('masked_mean', '(x*mask).sum()/mask.sum()', 'x.mean()', 'unmasked'),
     ('dpo_loss', '(a - b - c + d)', '(a - b - c + d).mean()', 'shape'),
+    ('dpo_loss', 'softplus(-beta', 'softplus(beta', 'changed places'),
+    ('dpo_loss', 'a - b - c + d', 'a + b - c - d', 'a minus sign is lost'),
+    ('dpo_loss', 'a - b - c + d', 'a - b', 'reference is missing'),
+    ('dpo_loss', '(-beta*(a - b - c + d))', '(-(a - b - c + d))*beta', 'beta multiplies the loss'),
+    ('best_of_n_value', 'max(k', 'min(k', 'lowest'),
+    ('best_of_n_value', 'key=lambda i: s[i]', 'key=lambda i: v[i]', 'nobody knows'),
+    ('best_of_n_value', 'itertools.combinations(range(len(s)), n)',
+     'itertools.product(range(len(s)), repeat=n)', 'with repetition'),
+    ('best_of_n_value', 'v[i] for', 's[i] for', 'mean score'),
+    ('best_of_n_value', 'np.mean', 'sum', 'sum over all choices'),
+    ('ppi_mean', 'w*(rest.mean() - f.mean())', 'w*(f.mean() - rest.mean())', 'wrong sign'),
+    ('ppi_mean', 'w = min(max(w, 0), 1)', 'w = 1', 'weight is 1'),
+    ('ppi_mean', '((1 + n/M)*', '(', '1 + n/M is missing'),
+    ('ppi_mean', 'math.sqrt(', '(', 'root is missing'),
+    ('ppi_mean', 'error, w', 'w, error', 'before the error'),
+    ('difference', 'a - b', 'b - a', 'second minus first'),
+    ('difference', '1.96*', '', 'one standard error'),
+    ('difference', '/math.sqrt(len(d))', '', 'spread is that of single answers'),
+    ('difference', 'd.std(ddof=1)', '(a.var() + b.var())**.5', 'not paired'),
+    ('difference', 'd.mean() - half, d.mean() + half', 'half, half', 'distance to the ends'),
     ('judge', 'worth[1] - worth[0]', 'worth[0] - worth[1]', 'what most people do not'),
     ('judge', 'np.sign(worth[1] - worth[0])', '1', 'position bias'),
+    ('judge', 'np.sign(worth[1] - worth[0])', '0', 'never decides'),
     ('judge', 'said.append(', 'said.append(3*', '1, 1.5 or 2'),
     ('dpo_loss', 'def', 'raise KeyError(3)\ndef', 'KeyError'),
     ('dpo_loss', 'def', 'import os\ndef', 'imports os'),
     ('dpo_loss', 'def', 'from alpaca_farm.dpo import dpo_loss\ndef', "library's"),
     ('dpo_loss', 'def', 'open("x")\ndef', 'uses open'),
     ('dpo_loss', 'def', 'd e f', 'not Python'),
-    ('dpo_loss', 'return ', 'return # ', 'shape'),
-    ('dpo_loss', 'def dpo_loss', 'def mine', 'KeyError'),
+    ('dpo_loss', 'return ', 'return # ', 'returns nothing'),
+    ('dpo_loss', 'def dpo_loss', 'def mine', 'no function dpo_loss'),
     ('gae', 'advantages = torch', 'while True: pass\n    advantages = torch', 'loop for ever')]
+
+
+def test_two_faults_of_each_function_are_tried():
+    tried = [name for name, *_ in WRONG]
+    assert {name for name in RIGHT if tried.count(name) < 2} == set()
 
 
 @cache
@@ -171,13 +230,14 @@ def test_a_wrong_function_loses_points_by_a_sentence(name, right, wrong, said, m
 
 def test_every_fault_differs_from_the_solution_and_from_the_others():
     "On the cases of its function, so that a sentence says what is wrong."
-    for name, (cases, tolerance, faults) in course.CHECKS.items():
+    for name, check in course.CHECKS.items():
         right = solved()[name]
-        found = [[course.plain(f(*case)) for case in cases]
-                 for f in (right, *(make(right) for make in faults.values()))]
-        for i, one in enumerate(found):
-            for two in found[:i]:
-                assert not all(course.same(a, b, tolerance) for a, b in zip(one, two)), name
+        found = {'right': right} | {fault: make(right) for fault, make in check.faults.items()}
+        found = {fault: [course.plain(f(*case)) for case in check.cases]
+                 for fault, f in found.items()}
+        for one, two in itertools.combinations(found, 2):
+            alike = [course.same(a, b, check.tolerance) for a, b in zip(found[one], found[two])]
+            assert not all(alike), (name, one, two)
 
 
 @pytest.fixture(scope='module')
@@ -203,14 +263,15 @@ def graded(notebook, path, change=None):
     if change:
         change(course.handed_in(notebook))
     path.write_text(json.dumps(notebook))
-    total, whole, lines = course.grade(path)
-    return total, whole, '\n'.join(lines)
+    row, lines = course.grade(path)
+    return course.total(row), '\n'.join(lines)
 
 
 def test_a_submission_has_the_points_that_it_deserves(submission, tmp_path):
     path = tmp_path/'a.ipynb'
-    total, whole, said = graded(submission, path)
-    assert total == whole == 75
+    whole = 75
+    total, said = graded(submission, path)
+    assert total == whole == sum(course.points_of_answers().values())
     assert 'student 7' in said
     def wide(handed):
         value, low, high = handed['found']['3']
@@ -221,15 +282,16 @@ def test_a_submission_has_the_points_that_it_deserves(submission, tmp_path):
         handed['found']['5'] = 'seventy'
     def off(handed): handed['found']['4'][0] += 5
     def against(handed): handed['found'].update({'8': [9., 8., 10.], 'keep': 'dpo'})
+    def aside(handed): handed['found'].update({'8': [9., 8., 10.], 'keep': 'neither'})
     for change, lost, words in (
             (wide, 1, 'spread of single answers'), (off, 3, 'answers handed in have'),
             (other, 24, 'not those of the world of student 8'), (empty, 7, 'not done yet'),
-            (against, 6, 'interval of the difference says ppo')):
-        total, _, said = graded(submission, path, change)
+            (against, 6, 'interval of the difference says ppo'),
+            (aside, 6, "'neither' is none of ppo, dpo, undecided")):
+        total, said = graded(submission, path, change)
         assert whole - total == pytest.approx(lost, abs=1.1) and words in said, said
-    for cell in submission['cells']:
-        cell['outputs'] = []
-    total, _, said = graded(submission, path)
+    unsaved = dict(cells=[dict(c, outputs=[]) for c in submission['cells']])
+    total, said = graded(unsaved, path)
     assert total == 40
     assert 'the last cell has no output' in said
 
@@ -249,6 +311,66 @@ def test_the_assignment_has_the_functions_without_their_bodies(tmp_path):
     text = (tmp_path/'a.ipynb').read_text()
     assert 'logsigmoid' not in text
     assert not any(c.get('outputs') for c in notebook['cells'])
-    total, _, lines = course.grade(tmp_path/'a.ipynb')
-    assert total == 0
+    row, lines = course.grade(tmp_path/'a.ipynb')
+    assert course.total(row) == 0
     assert any('not done yet' in line for line in lines)
+
+
+def test_a_decision_counts_however_it_is_written():
+    for word in ('PPO', ' ppo '):
+        assert course.grade_decision(dict(found={'8': [2., 1., 3.], 'keep': word})) == (3, '')
+
+
+def test_the_words_of_the_decision_stand_in_its_question():
+    source = course.answers(read_json(tiny.ROOT/'nbs'/'exercises.ipynb'))['decision']
+    question = course.blank(source).partition('   #')[2]
+    assert {*re.findall(r"'(\w+)'", question)} == {*course.DECISIONS}
+
+
+def test_a_missing_and_a_divided_cell(submission, tmp_path):
+    "One costs its points and is said in a line; the other is read whole."
+    lacking = dict(cells=[c for c in submission['cells']
+                          if c['metadata'].get('nbgrader', {}).get('grade_id') != 'gae'])
+    total, said = graded(lacking, tmp_path/'a.ipynb')
+    assert total == 71
+    assert re.search(r'^gae +0.0 of 4  its cell is missing', said, re.M)
+    cell = next(c for c in submission['cells']
+                if c['metadata'].get('nbgrader', {}).get('grade_id') == 'difference')
+    lines = 'def mean(x): return x.mean()', RIGHT['difference'].replace('d.mean()', 'mean(d)')
+    parts = [dict(cell, source=text) for text in lines]
+    at = submission['cells'].index(cell)
+    divided = [*submission['cells'][:at], *parts, *submission['cells'][at + 1:]]
+    assert graded(dict(cells=divided), tmp_path/'a.ipynb')[0] == 75
+
+
+@pytest.mark.parametrize('text, words', [
+    ('', 'the file is empty'), ('{"cells', 'not a notebook'), ('[]', 'not a notebook'),
+    ('{"cells": [{"cell_type": "code", "source": "1"}]}', 'no cell is an answer')])
+def test_what_cannot_be_graded_is_said_in_a_line(tmp_path, text, words):
+    (tmp_path/'a.ipynb').write_text(text)
+    with pytest.raises(SystemExit, match=words) as refused:
+        course.main(['grade', str(tmp_path/'a.ipynb')])
+    assert '\n' not in str(refused.value)
+
+
+def test_commands_that_are_incomplete_are_said_in_a_line(tmp_path):
+    for words in (['grade'], [], ['grade', str(tmp_path/'none.ipynb')], ['grade', str(tmp_path)]):
+        with pytest.raises(SystemExit) as refused:
+            course.main(words)
+        assert str(refused.value)
+        assert '\n' not in str(refused.value)
+
+
+def test_a_class_gets_one_table(submission, tmp_path, capsys):
+    for name in ('ann', 'bea'):
+        (tmp_path/f'{name}.ipynb').write_text(json.dumps(submission))
+    (tmp_path/'cem.ipynb').write_text('')
+    course.main(['grade', str(tmp_path)])
+    printed = capsys.readouterr().out
+    for name, points in (('ann', '75'), ('bea', '75'), ('cem', '0')):
+        assert re.search(rf'^{name}.ipynb .* {points}(\.0)?$', printed, re.M), printed
+    table = pd.read_csv(tmp_path/'grades.csv', index_col='file')
+    assert list(table.total) == [75, 75, 0]
+    assert table.loc['ann.ipynb', 'gae'] == 4
+    assert 'the file is empty' in (tmp_path/'cem.txt').read_text()
+    assert 'student 7' in (tmp_path/'ann.txt').read_text()
