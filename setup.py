@@ -11,7 +11,7 @@ config = ConfigParser(delimiters=["="])
 config.read(here/"settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
 names = ("dev", "alpaca_eval", "flash", "wandb", "tensorboard", "browser", "docs", "ray", "slurm", "gpu",
-         "gguf")
+         "gguf", "trl")
 extras = {name: cfg[f"{name}_requirements"].split() for name in names}
 
 

@@ -17,15 +17,17 @@ from .data.dialogues import as_messages, full_instruction, prompt_key, without_l
 from .data.records import each_answer, load_records, without_lists
 from .data.text import alpaca_prompt
 from .judging.judges import usage_totals
-from .judging.stats import kl_best_of_n, kl_best_of_n_estimate
+from .judging.stats import kl_best_of_n, kl_best_of_n_estimate, mean
+from .judging.stats import standard_error
 from .model.logprobs import load_policy
+from .model.policy import Policy
 from .model.rewards import label_count, reward, RewardConfig
 from .model.writer import ServedWriter
 from .run.paths import at_root
 from .run.runs import makes_run, Run, run_config
 from .run.settings import Count, MODEL, Named, Positive, Reads, SIZES
 from .train.answers import answer_figures, fitting_prompts, prompt_fields
-from .train.answers import sample_answers, SampleConfig
+from .train.answers import same_tokens, sample_answers, SampleConfig
 from .train.preflight import preflight, settle
 from .train.trainer import in_chunks
 
@@ -50,6 +52,8 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     skip: Count = 0              # leave out the first n instructions
     max_instances: Count = 0     # use only the first n of the rest; 0: all
     chunk: Positive = 128        # instructions between checkpoints
+    # reference policy, from which the KL of the samples is measured, without rewards; empty: none
+    reference: Annotated[str, MODEL] = ''
 
     def __post_init__(self):
         super().__post_init__()
@@ -57,6 +61,9 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
             raise ValueError('name one model: in policy, or in served, with policy empty')
         if self.served and self.samples:
             raise ValueError('served: leave samples empty')
+        if self.reference and (self.served or self.samples or self.reward_model):
+            raise ValueError(f'reference = {self.reference}: the KL is of samples that policy draws '
+                             'here, without a choice: leave served, samples and reward_model empty')
         if self.temperature == 0 and self.n > 1 and not self.samples:
             raise ValueError(f'temperature = 0 draws the same answer n = {self.n} times: '
                              'raise it, or set n = 1')
@@ -149,8 +156,17 @@ def served_answers(
     return answered
 
 # %% ../nbs/best_of_n.ipynb #b5260a28
+def _kl_figures(candidates: list[dict]) -> dict[str, float]:
+    "Compute the KL of samples from the reference policy, in nats an answer."
+    ratios = [mean(c['log_ratio']) for c in candidates]
+    figures = dict(kl=mean(ratios))
+    if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)
+    return figures
+
+
 def _reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
     "Compute the mean reward of the chosen answers, and bound and estimate of their KL."
+    if 'log_ratio' in candidates[0]: return _kl_figures(candidates)
     if 'scores' not in candidates[0]: return {}
     highest = [max(c['scores']) for c in candidates]
     figures = dict(kl_bound=float(kl_best_of_n(n)), reward=float(np.mean(highest)))
@@ -159,6 +175,15 @@ def _reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
         logprobs = [c['logprob'][best] for c, best in zip(candidates, chosen)]
         figures['kl'] = float(kl_best_of_n_estimate(logprobs, n).mean())
     return figures
+
+# %% ../nbs/best_of_n.ipynb #fc5b9b6b
+def _comparable(policy: Policy, run: Run) -> Policy | None:
+    "Load the reference policy; None, with a warning, if its tokens are others."
+    cfg = run.cfg
+    reference = load_policy(cfg.reference, cfg)
+    same = same_tokens(policy.tokenizer, reference.tokenizer)
+    run.health(dict(same_tokens=int(same), policy=cfg.policy, reference=cfg.reference))
+    return reference if same else None
 
 # %% ../nbs/best_of_n.ipynb #54bacab4
 @makes_run(BestOfNConfig)
@@ -169,6 +194,7 @@ def run(cfg: BestOfNConfig, run: Run):
     rewards = None
     if cfg.reward_model: rewards = reward(cfg.reward_model, cfg, cfg.template)
     fit = asked
+    reference = None
     chunk = cfg.chunk
     if cfg.served:
         writer = ServedWriter(cfg.served, cfg)
@@ -178,10 +204,11 @@ def run(cfg: BestOfNConfig, run: Run):
         settle(run, policy.tokenizer, asked, sampled=True)
         preflight(cfg, ('split',), policy, reward=rewards)
         fit, _ = fitting_prompts(asked, policy.tokenizer, cfg)
+        if cfg.reference: reference = _comparable(policy, run)
 
     def make(some):
         if cfg.served: some = served_answers(writer, some, cfg)
-        elif not cfg.samples: some = sample_answers(policy, some, cfg, n=cfg.n)
+        elif not cfg.samples: some = sample_answers(policy, some, cfg, reference, n=cfg.n)
         return score_candidates(some, rewards) if rewards else some
 
     candidates = in_chunks(run, fit, chunk, make,

@@ -542,6 +542,8 @@ CHECKS = [   # a figure of a record or of `changes`, its bounds, and the warning
     ('frac_reward_zero_std', 0, .999,
      'no prompt has answers of different reward: no update'),
     ('entropy', .05, inf, 'the entropy has collapsed: the policy is nearly deterministic'),
+    ('same_tokens', 1, 1, 'no KL: the tokens of {policy} are not those of {reference}, so that '
+     'log-probs are not comparable'),
     ('ended', .5, 1, 'more than half of the answers never end: raise max_new_tokens'),
     ('accuracy_low', .5, 1, 'the accuracy on held-out labels, {accuracy:.0%} '
      '[{accuracy_low:.0%}, {accuracy_high:.0%}], is not clear of chance'),

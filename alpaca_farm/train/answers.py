@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
-           'sample_answers', 'answer_figures', 'log_ratios', 'splits_read', 'load_split', 'answer_eval_split']
+           'sample_answers', 'answer_figures', 'log_ratios', 'same_tokens', 'splits_read', 'load_split',
+           'answer_eval_split']
 
 # %% ../../nbs/train/answers.ipynb #56c94270
 from bisect import bisect_left
@@ -119,16 +120,22 @@ def sample_answers(
     policy: Policy,
     records: list[dict],
     cfg: SampleConfig,
+    reference: Policy | None = None,  # to which the samples' log-ratios are computed
     **how,               # n, seed, prompts of `sample`
 ) -> list[dict]:
-    "Give the records that fit `output`, `ended` and `logprob` (nats), lists of n."
+    "Give the records that fit `output`, `ended`, `logprob` and `log_ratio` (nats), lists of n."
     answers = []
-    for r, group in zip(*sample(policy, records, cfg, **how)[::2]):
+    fit, _, groups = sample(policy, records, cfg, **how)
+    for r, group in zip(fit, groups):
         answers.append(dict(
             prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
             output=[decode(s.tokens, policy.tokenizer, cfg.template, r) for s in group],
             ended=[s.ended for s in group],
             logprob=[round(sum(s.logprobs), 4) for s in group]))
+    if reference is None: return answers
+    prompts = encode_prompts(fit, reference.tokenizer, cfg.template)
+    for answer, prompt, group in zip(answers, prompts, groups):
+        answer['log_ratio'] = log_ratios(reference, [prompt]*len(group), group, cfg)
     return answers
 
 # %% ../../nbs/train/answers.ipynb #09158646
@@ -150,6 +157,14 @@ def log_ratios(
     ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
                             cfg.temperature or 1.)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
+
+# %% ../../nbs/train/answers.ipynb #e98974cf
+def same_tokens(
+    tokenizer,   # of the policy
+    reference,   # tokenizer of its reference policy
+) -> bool:
+    "Tell whether a policy has all tokens of its reference, with the same ids."
+    return reference.get_vocab().items() <= tokenizer.get_vocab().items()
 
 # %% ../../nbs/train/answers.ipynb #70d5755d
 def splits_read(cfg: Config) -> list[str]:
