@@ -19,8 +19,9 @@ from ..judging.judges import ask_annotators, check_all_answered, check_known_nam
 from ..judging.judges import JudgedConfig, load_annotators
 from ..judging.label_files import label_file, label_files, load_sets, per_thousand
 from ..judging.label_files import recorded_verdicts, Verdicts
-from ..judging.measures import bootstrap_measures, cast_votes, FEWEST, judge_measures
-from ..judging.measures import pair_traits, people_measures, people_votes
+from ..judging.measures import bootstrap_measures, cast_votes, chosen_probability
+from ..judging.measures import FEWEST, judge_measures, pair_traits, people_measures
+from ..judging.measures import people_votes
 from ..judging.pools import annotator_name, annotator_order, pool_members, pool_weights
 from ..judging.pools import report_missing
 from ..judging.prompts import model_kind
@@ -29,7 +30,6 @@ from ..run.paths import at_root
 from ..run.progress import Progress
 from ..run.runs import ensure_inputs, run_config, start, write_csv, write_figure
 from ..run.settings import command, Count, Reads
-
 
 # %% ../../nbs/boards/agreement.ipynb #8b8bfc52
 SETS = ['runs/world/labelled.json']
@@ -117,7 +117,9 @@ def _judge_row(pairs, people, traits, verdicts, draws, seed):
     used = np.flatnonzero(verdicts.shown.any(0))
     def measure(k):
         i = used[k]
-        return judge_measures(votes[..., i], people[:, i], traits.at(i))
+        given = verdicts.preferences[..., i]
+        return judge_measures(votes[..., i], people[:, i], traits.at(i)) | dict(
+            probability=chosen_probability(given, people[:, i]))
     answered = ~np.isnan(votes[..., used]).all((0, 1))
     shown = [pairs[i] for i in used]
     row = _board_row(shown, people[:, used], answered, measure, draws, seed)
@@ -243,7 +245,7 @@ def verdicts_of_judges(
 
 # %% ../../nbs/boards/agreement.ipynb #60db6808
 _SUMMARISED = ('n', 'n_decided', 'n_agreement', 'n_unanswered', 'accuracy', 'decided',
-               'agreement', 'consistency', 'first', 'longer')
+               'probability', 'agreement', 'consistency', 'first', 'longer')
 
 
 def run(cfg: AgreementConfig):
