@@ -6,6 +6,7 @@
 __all__ = ['ChatConfig', 'Chat', 'run']
 
 # %% ../nbs/chat.ipynb #a29e4ffb
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -73,4 +74,6 @@ def run(cfg: ChatConfig):
         except ValueError as e: print(e)   # too long
 
 # %% ../nbs/chat.ipynb #ab2dc631
-command(ChatConfig, run, 'policy')
+if __name__ == '__main__' and __spec__ and sys.argv[1:] and not sys.argv[1].startswith('-'):
+    sys.argv.insert(1, '--policy')   # which the first word names
+command(ChatConfig, run)

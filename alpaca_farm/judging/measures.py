@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FEWEST', 'flip_mask', 'flip_labels', 'sample_votes', 'length_sign', 'has_list', 'cast_votes', 'people_votes',
-           'PairTraits', 'pair_traits', 'chosen_probability', 'judge_measures', 'people_measures', 'bootstrap_measures']
+           'PairTraits', 'pair_traits', 'judge_measures', 'people_measures', 'bootstrap_measures']
 
 # %% ../../nbs/judging/measures.ipynb #f08575f5
 import math, re
@@ -240,20 +240,6 @@ def _rank_correlation(counts, people_counts, models):
     voted = ~np.isnan(judge + people)
     if voted.sum() < 3: return math.nan
     return float(spearman(judge[voted], people[voted]))
-
-# %% ../../nbs/judging/measures.ipynb #7a61ac89
-def chosen_probability(
-    preferences,  # (annotators, 2, pairs) of a judge, from 1 to 2
-    people,       # (people, pairs) from `people_votes`
-) -> float:  # nan without a pair on which people prefer one answer
-    "Average over pairs the probability that a judge gives to the answer that people prefer."
-    mode = vote_mode(one_hot_votes(people).sum(0))
-    known = ~np.isnan(preferences)
-    times = known.sum((0, 1))
-    second = np.where(known, preferences - 1, 0).sum((0, 1))/np.maximum(times, 1)
-    measured = (mode[[0, 2]].max(0) == 1) & (times > 0)
-    chosen = np.where(mode[2] == 1, second, 1 - second)[measured]
-    return _share(chosen.sum(), len(chosen))
 
 # %% ../../nbs/judging/measures.ipynb #f708ce12
 def judge_measures(

@@ -486,17 +486,11 @@ def _end_with(kind, error, trace):
     print(f'{os.path.basename(sys.argv[0])}: error: {error}', file=sys.stderr)
 
 # %% ../../nbs/run/settings.ipynb #460f26bd
-def command(
-    cls,
-    train,
-    first: str = '',  # the setting that a first word without a name gives
-):
+def command(cls, train):
     "Run `train` with the command line's settings if its module was started with `python -m`."
     space = inspect.unwrap(train).__globals__
     if space['__name__'] != '__main__' or not space.get('__spec__'): return
     sys.excepthook = _end_with
     module = importlib.import_module(space['__spec__'].name)
-    args = sys.argv[1:]
-    if first and args and not args[0].startswith('-'): args = [f'--{first}', *args]
-    cfg = from_args(getattr(module, cls.__name__), args, module.__doc__)
+    cfg = from_args(getattr(module, cls.__name__), sys.argv[1:], module.__doc__)
     getattr(module, train.__name__)(cfg)
