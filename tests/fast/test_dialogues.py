@@ -4,6 +4,8 @@ import gzip
 import json
 from dataclasses import replace
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import assume, given, strategies as st
 
 import tiny
 from tiny import write
-from alpaca_farm import annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo
+from alpaca_farm import annotators, best_of_n, binary_feedback, chat, dpo
+from alpaca_farm import eval as evaluation, ppo
 from alpaca_farm import quark, reward_model, rrhf, sft
 from alpaca_farm.ask.store import Store
 from alpaca_farm.boards import agreement
@@ -341,3 +344,36 @@ def test_a_question_of_a_task_is_a_judge():
         check_annotators('annotators', f'{own}/nothing')
     with pytest.raises(ValueError, match='has no question'):
         load_evaluators('question')
+
+
+def test_a_chat_reads_what_fits_of_its_earlier_turns(base, monkeypatch):
+    asked = []
+    def answer(policy, records, cfg, seed):
+        asked.append((records[0], seed))
+        return [dict(output=[f'answer {len(asked)}'])]
+    monkeypatch.setattr(chat, 'sample_answers', answer)
+    def texts(memory, max_prompt):
+        asked.clear()
+        talk = chat.Chat(chat.ChatConfig(policy=str(base/'sft'), device='cpu', memory=memory,
+                                         max_prompt=max_prompt))
+        for text in ('one', 'two', 'three'):
+            talk(text)
+        assert len({seed for _, seed in asked}) == 3
+        assert [m['content'] for m in talk.messages[-2:]] == ['three', 'answer 3']
+        return [m['content'] for m in as_messages(asked[-1][0])]
+    assert texts(0, 500) == ['three']
+    assert texts(1, 500) == ['two', 'answer 2', 'three']
+    assert texts(9, 500) == ['one', 'answer 1', 'two', 'answer 2', 'three']
+    assert texts(9, 1) == ['three']
+
+
+def test_a_chat_in_a_terminal(base):
+    "Its first word is the policy; what is too long is said, and the talk goes on."
+    said = '\n'.join(['How are you?', 'word '*300, 'How are you?', ''])
+    p = subprocess.run(
+        [sys.executable, '-m', 'alpaca_farm.chat', str(base/'sft'), '--temperature', '0'],
+        input=said, cwd=base, env=tiny.environment(), capture_output=True, text=True)
+    assert p.returncode == 0, p.stderr
+    _, first, long, again, _ = p.stdout.split('> ')
+    assert first == again != '\n'
+    assert 'max_prompt' in long
