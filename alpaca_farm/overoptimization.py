@@ -400,7 +400,7 @@ def run(cfg: OverConfig, run: Run):
 # %% ../nbs/overoptimization.ipynb #f5ae7072
 # base models of other sizes than the farm's
 SHAPES = dict(small=dict(hidden_size=64, ffn=160),
-              large=dict(hidden_size=192, layers=3, ffn=512, learning_rate=2e-3))
+              large=dict(hidden_size=192, ffn=512, learning_rate=2e-3))
 
 
 @dataclass
@@ -410,9 +410,9 @@ class FreeJobs:
     study: str   # folder of the study's own
     seed: int    # of the world's runs
     sizes: dict = field(default_factory=dict)  # settings of a smaller study, by notebook or run
-    steps: int = 64         # of every policy
-    save_every: int = 4     # steps between two points of its curve
-    instances: int = 150    # instructions on which it is measured
+    steps: int = 48         # of every policy
+    save_every: int = 3     # steps between two points of its curve
+    instances: int = 100    # instructions on which it is measured
 
     def make(self, name: str, kind: str, cost: float, needs: list[str], **settings) -> Job:
         "Make the job of any run of the study."
