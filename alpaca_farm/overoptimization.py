@@ -426,6 +426,11 @@ class FreeJobs:
         return [base, self.make(f'{shape}_sft', 'sft', 70., [base.out], policy=base.out,
                                 data=f'{self.farm}/world')]
 
+    def judges(self, name: str, flattered: float) -> Job:
+        "Make the job of the farm's world with another liking for flattery in its pool, and no more."
+        few = dict.fromkeys(('sft', 'preference', 'unlabeled', 'val', 'eval', 'prose'), 20)
+        return self.make(f'{name}_world', 'world', 4., [], flattered=flattered, **few)
+
     def reward(self, name: str, labels: str, policy: str = '', cost=30., **settings) -> Job:
         "Make the job of a reward model, from the farm's SFT unless another policy is named."
         policy = policy or f'{self.farm}/sft'
