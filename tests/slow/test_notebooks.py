@@ -59,9 +59,13 @@ def own(f):
 SUFFIX = 'one suffix for all'   # a row where answers have common last sentences
 OWN = [*own('')]
 STUDIES = dict(hybrid=dict(budgets=[20]), effects=dict(methods=['best_of_n', 'dpo', 'simpo']),
-               remedies=dict(steps=2, instances=4), labellers=dict(dialogues=[200], prompts=80),
+               goodhart=dict(steps=2, saved=1, instances=4, samples=4, labels=[20],
+                             likelihoods=[.05]),
+               remedies=dict(steps=2, saved=1, instances=4, further=20), labellers=dict(dialogues=[200], prompts=80),
                worth=dict(instances=24, labels=[10, 15], methods=['dpo']),
-               simulators=dict(methods=['best_of_n', 'dpo']))
+               simulators=dict(methods=['best_of_n', 'dpo']),
+               which_figure=dict(instances=4, labels=[20], flips=[0.], biases=[.5]),
+               alarms=dict(steps=2, saved=1, instances=4, cells=['pool_all_middle_0.05']))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
 STUDIES['regret'] = dict(labels=[21, 42, 63], draws=10)
 STUDIES['decoding'] = dict(instances=8, temperatures=[1., 0.])
