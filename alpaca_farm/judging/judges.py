@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['JUDGES', 'Evaluator', 'load_evaluators', 'break_control_tokens', 'fill_prompt', 'judge_request', 'parse_verdicts',
            'Verdict', 'ApiJudge', 'api_clients', 'usage_totals', 'check_all_answered', 'LocalJudge', 'RewardJudge',
-           'RecordedLabels', 'read_recorded', 'folder_function', 'utility_judge', 'read_judge', 'JudgeKind',
-           'check_annotators', 'load_annotators', 'JudgedConfig', 'check_known_names', 'ask_annotators', 'load_pairs']
+           'RecordedLabels', 'read_recorded', 'utility_judge', 'read_judge', 'JudgeKind', 'check_annotators',
+           'load_annotators', 'JudgedConfig', 'check_known_names', 'ask_annotators', 'load_pairs']
 
 # %% ../../nbs/judging/judges.ipynb #4746fade
-import inspect, math, os, re
+import math, os, re
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations, islice
 from pathlib import Path
 from typing import Callable, NamedTuple
@@ -37,7 +36,7 @@ from .prompts import model_kind, read_judge_config, suggest_names
 from .stats import sigmoid
 from ..run.files import read_json
 from ..run.paths import at_root, root
-from ..run.settings import Config, resolve
+from ..run.settings import Config, folder_function, resolve
 
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
 @dataclass(frozen=True)
@@ -415,13 +414,6 @@ def read_recorded(path) -> list[dict]:
     return check_records(rows, 'preference', str(path))
 
 # %% ../../nbs/judging/judges.ipynb #ebfe0b44
-def folder_function(folder: str, spec: str):
-    "Return a world's function of records; one with a parameter `folder` gets the world's."
-    found = resolve(spec)
-    if 'folder' not in inspect.signature(found).parameters: return found
-    return partial(found, folder=folder)
-
-
 def utility_judge(utility):
     "Return the judge who prefers the answer of higher utility; 1.5 where they are equal."
     def gold(pairs):

@@ -24,7 +24,7 @@ from ..run.paths import at_root
 from ..run.processes import in_parts, once
 from ..run.progress import passes
 from ..run.runs import read_summary
-from ..run.settings import Amount, as_list, Config, MODEL, resolve
+from ..run.settings import Amount, as_list, Config, folder_function, MODEL
 
 # %% ../../nbs/model/rewards.ipynb #e9595f40
 @dataclass
@@ -119,7 +119,8 @@ def reward(
     "Make the reward that a setting names; it refuses what is not a number for each record."
     members = {}
     for name in as_list(spec):
-        if ':' in name: members[name] = partial(once, resolve(name))
+        if ':' in name:
+            members[name] = partial(once, folder_function(getattr(cfg, 'data', ''), name))
         else:
             policy = loaded[name] if name in loaded else load_scalar(name, cfg)
             members[name] = partial(in_parts, partial(

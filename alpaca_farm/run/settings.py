@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['Count', 'Seed', 'Named', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments',
            'Betas', 'ASIDE', 'SIZES', 'MODEL', 'Model', 'SizedModel', 'Pairs', 'Judge', 'Labels', 'as_list', 'Reads',
-           'Mark', 'Rows', 'as_type', 'resolve', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config',
-           'HardwareConfig', 'TrainConfig', 'field_comments', 'explained', 'from_args', 'command']
+           'Mark', 'Rows', 'as_type', 'resolve', 'folder_function', 'no_secrets', 'refuse_unknown', 'by_size',
+           'sized_defaults', 'Config', 'HardwareConfig', 'TrainConfig', 'field_comments', 'explained', 'from_args',
+           'command']
 
 # %% ../../nbs/run/settings.ipynb #37bea490
 import argparse, ast, dataclasses, difflib, importlib, inspect, json, os, re, sys, traceback, typing
@@ -147,6 +148,13 @@ def resolve(spec: str):
         raise ValueError(f'{spec!r}: no module {module}, installed or in {root()}') from None
     if hasattr(imported, name): return getattr(imported, name)
     raise ValueError(f'{spec!r}: {module} has no {name}')
+
+# %% ../../nbs/run/settings.ipynb #f6401c07
+def folder_function(folder: str, spec: str):
+    "Import a function of records; one with a parameter `folder` gets this one."
+    found = resolve(spec)
+    if 'folder' not in inspect.signature(found).parameters: return found
+    return partial(found, folder=folder)
 
 # %% ../../nbs/run/settings.ipynb #a3c1d0eb
 _SECRET = re.compile(r'''(?x)

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from ..data.records import FILE_SUFFIXES
-from ..judging.judges import check_annotators, folder_function
+from ..judging.judges import check_annotators
 from ..judging.prompts import is_population
 from ..run.files import read_json, write_json
 from ..run.paths import at_root, looks_like_hub, missing_path
 from ..run.runs import recipes
-from ..run.settings import as_type, refuse_unknown, resolve, Share
+from ..run.settings import as_type, folder_function, refuse_unknown, resolve, Share
 
 # %% ../../nbs/worlds/folder.ipynb #f01d0007
 VERSION = 1
