@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ADVANTAGES', 'ppo_policy_loss', 'ppo_value_loss', 'token_rewards', 'steer_kl_coef', 'Advantage', 'group_advantages',
-           'PPOConfig', 'value_model', 'reward_beside', 'evaluate', 'experience', 'ppo_loss', 'rollout_indices',
-           'train']
+           'PPOConfig', 'advantage_of', 'value_model', 'reward_beside', 'evaluate', 'experience', 'ppo_loss',
+           'rollout_indices', 'train']
 
 # %% ../nbs/ppo.ipynb #21298c50
 import copy
@@ -20,7 +20,7 @@ import torch
 
 from .judging.stats import mean_figures
 from .model.functional import gae, has_spread, kl_estimate, KL_KINDS, masked_mean
-from .model.functional import masked_var, masked_whiten
+from .model.functional import masked_var, masked_whiten, try_function
 from .model.loading import load_tokenizer
 from .model.logprobs import answer_states, load_policy, load_reference, load_scalar
 from .model.logprobs import logprobs, scalar_on, values, zero_head
@@ -28,7 +28,8 @@ from .model.policy import Policy
 from .model.rewards import reward
 from .run.processes import rank
 from .run.runs import makes_run, Run
-from .run.settings import Amount, by_size, Positive, Rows, Scale, Schedule, Share
+from .run.settings import Amount, by_size, Positive, Reads, resolve, Rows, Scale
+from .run.settings import Schedule, Share
 from .train.answers import load_split
 from .train.online import CheckpointSelector, finish_policy, in_micro_batches
 from .train.online import load_prompts, OnlineConfig, prompt_indices, rollout_scores
@@ -117,11 +118,12 @@ ADVANTAGES = {
 def group_advantages(
     totals,     # (B,) sum of each answer's rewards; answers to one prompt are adjacent
     size: int,  # answers to each prompt, G
-    kind: str,  # a name of `ADVANTAGES` that compares the answers of a group
+    kind: str | Advantage,  # or a name of `ADVANTAGES`; it compares the answers of a group
 ):  # (B,)
     "Compare each answer with the group of its prompt; equal rewards give exactly 0."
     group = totals.view(-1, size)
-    return (ADVANTAGES[kind].of_group(group) * has_spread(group, 1)).flatten()
+    if isinstance(kind, str): kind = ADVANTAGES[kind]
+    return (kind.of_group(group) * has_spread(group, 1)).flatten()
 
 # %% ../nbs/ppo.ipynb #13ebf4a0
 @dataclass
@@ -132,6 +134,8 @@ class PPOConfig(OnlineConfig):
     steps: Positive = 48                   # rollouts, each followed by its updates
     # baseline of the rewards, a name of the table
     advantage: Annotated[Literal[*ADVANTAGES], Rows(ADVANTAGES)] = 'gae'
+    # module:function of rewards (prompts, G), or of an Advantage, in place of advantage
+    advantage_function: Annotated[str, Reads()] = ''
     group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers a prompt
     # what weighs the same in the loss: each token of a step, or each answer, whatever its length
     average: Literal['token', 'answer'] = 'token'
@@ -162,16 +166,33 @@ class PPOConfig(OnlineConfig):
         if self.target_kl and not self.kl_coef:
             raise ValueError(f'target_kl = {self.target_kl}: kl_coef = 0 stays 0, by whatever it '
                              'is multiplied. Give kl_coef a value above 0')
+        if self.advantage_function: _try_advantage(self)
 
     @property
     def group(self) -> int:
         "Answers to each prompt of a rollout."
-        return self.group_size if ADVANTAGES[self.advantage].of_group else 1
+        return self.group_size if advantage_of(self).of_group else 1
+
+# %% ../nbs/ppo.ipynb #7d65fd26
+def advantage_of(cfg: PPOConfig) -> Advantage:
+    "Find the advantage of the settings, in the table or by its module."
+    if not cfg.advantage_function: return ADVANTAGES[cfg.advantage]
+    found = resolve(cfg.advantage_function)
+    return found if isinstance(found, Advantage) else Advantage('', found, divides=True)
+
+
+def _try_advantage(cfg: PPOConfig):
+    "ValueError for a function that is no advantage of groups."
+    named = f'advantage_function = {cfg.advantage_function}'
+    of_group = advantage_of(cfg).of_group
+    if of_group is None: raise ValueError(f'{named}: it is no function of the rewards of a group')
+    steps = torch.arange(float(cfg.group_size))
+    try_function(named, of_group, torch.stack([steps, -steps**2, torch.zeros_like(steps)]))
 
 # %% ../nbs/ppo.ipynb #f47cef50
 def value_model(cfg: PPOConfig, policy: Policy) -> Policy | None:
     "Make the value model of the settings; None where the advantage needs none."
-    if not ADVANTAGES[cfg.advantage].value_model: return None
+    if not advantage_of(cfg).value_model: return None
     if cfg.shared_value: return replace(policy, score=zero_head(policy), lent=True)
     spec = cfg.rewards[0]
     keep = ':' not in spec
@@ -238,7 +259,7 @@ def experience(
     kl_coef: float | None = None,  # beta of this step; None: that of the settings
 ) -> tuple[dict, dict]:  # the batch with what the losses read, and figures over response tokens
     "Turn a scored rollout into advantages and returns."
-    kind = ADVANTAGES[cfg.advantage]
+    kind = advantage_of(cfg)
     response = batch['response']
     # 1. log-probs of the policy that sampled, and values
     if kind.divides and cfg.kl_coef: batch = {k: v for k, v in batch.items() if k != 'old_logp'}
@@ -264,7 +285,7 @@ def experience(
     learned = response   # the tokens that have one
     if kind.of_group:
         totals = rewards.sum(1)
-        each = group_advantages(totals, cfg.group_size, cfg.advantage)
+        each = group_advantages(totals, cfg.group_size, kind)
         advantages = each[:, None] * response
         differ = has_spread(totals.view(-1, cfg.group_size), 1)
         figures['frac_reward_zero_std'] = 1 - differ.float().mean()

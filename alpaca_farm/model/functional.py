@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KL_KINDS', 'widen', 'token_logprobs', 'head_logits', 'selected_logprobs', 'masked_mean', 'masked_var', 'has_spread',
-           'masked_whiten', 'kl_estimate', 'gae']
+           'masked_whiten', 'kl_estimate', 'gae', 'try_function']
 
 # %% ../../nbs/model/functional.ipynb #d0416f90
 import math
@@ -146,3 +146,25 @@ def gae(
     decay = torch.where(ahead >= 0, (gamma*lam)**ahead.clamp(min=0).to(delta.dtype), 0)
     advantages = torch.where(mask, delta @ decay, 0)
     return advantages, advantages + values
+
+# %% ../../nbs/model/functional.ipynb #9edd0a33
+def try_function(
+    setting: str,      # and its value, for the message
+    f,                 # of a tensor and maybe more
+    x: torch.Tensor,   # values to try it on, of any shape
+    *more,             # its further arguments
+    **settings,        # and those by name
+) -> torch.Tensor:  # of the shape of x
+    "Call a function of one's own; ValueError unless it gives a finite number for each value."
+    try: found = f(x, *more, **settings)
+    except Exception as e:
+        raise ValueError(f'{setting}: it fails with {type(e).__name__}: {e}') from e
+    shape = getattr(found, 'shape', None)
+    if shape != x.shape:
+        raise ValueError(f'{setting}: of a tensor {tuple(x.shape)} it makes '
+                         f'{type(found).__name__ if shape is None else tuple(shape)}. '
+                         'Let it return a number for each')
+    if not found.isfinite().all():
+        raise ValueError(f'{setting}: of {x.tolist()} it makes {found.tolist()}, '
+                         'which is not finite')
+    return found
