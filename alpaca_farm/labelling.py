@@ -480,7 +480,8 @@ def run(cfg: LabellingConfig):
     print(f'{len(rows)} labels by {people} people on {len(pairs)} pairs, of which {equal} have '
           'equal answers and need none')
     folder.finish(pairs=len(pairs), equal=equal, labels=len(rows), ties=summary['ties'],
-                  skipped=skipped, people=people, best=best, waiting=len(waiting), seconds_per_label=summary['seconds'], **shares)
+                  skipped=skipped, people=people, best=best, waiting=len(waiting),
+                  seconds_per_label=summary['seconds'], **shares)
     return folder
 
 # %% ../nbs/labelling.ipynb #15055b86

@@ -64,7 +64,8 @@ def draw_round(
     place = {}   # of the vote on two texts
     for request in requests:
         for pair in pairs:
-            one, other = sorted(pair, key=lambda method: answers[method][request])
+            one, other = pair
+            if answers[one][request] > answers[other][request]: one, other = other, one
             texts = request, answers[one][request], answers[other][request]
             if texts[1] == texts[2]: continue
             if texts not in place:
