@@ -88,7 +88,13 @@ def word_scorer(
     kind=lambda record: '',  # record -> a name; words count by themselves and by this
     C: float = .03,          # inverse strength of the penalty
 ):  # records -> scores (N,)
-    "Learn scores of answers from labelled pairs by a logistic regression on words and lengths."
+    """Learn scores of answers from labelled pairs by a logistic regression on words and lengths.
+
+    Parameters:
+      pairs: preference records; ties teach nothing
+      kind: record -> a name; words count by themselves and by this
+      C: inverse strength of the penalty
+    """
     from sklearn.feature_extraction.text import CountVectorizer
     from scipy.sparse import vstack
     from sklearn.linear_model import LogisticRegression

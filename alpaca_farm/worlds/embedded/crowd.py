@@ -122,7 +122,13 @@ def sample_crowd(
     disagreement: float = 1.,   # factor of the spread of tastes, and of what one member misreads
     coin: float = 1.,           # factor of the temperatures
 ) -> Population:
-    "Draw the members of a crowd."
+    """Draw the members of a crowd.
+
+    Parameters:
+      name: or held_out_crowd
+      disagreement: factor of the spread of tastes, and of what one member misreads
+      coin: factor of the temperatures
+    """
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     traits = dict(weighing=.2*disagreement, taste=.58*disagreement,
                   words=(0., .01*disagreement), position=.2, temperature=.68*coin,
@@ -139,7 +145,15 @@ def sample_pool(
     mistaken: float = .3,    # share of the contested facts that all are mistaken about
     contested: float = .5,   # share of facts that are contested
 ) -> Population:
-    "Draw the thirteen judges of a pool."
+    """Draw the thirteen judges of a pool.
+
+    Parameters:
+      fidelity: likeness to the crowd; at 1 the judges read as it does
+      coin: factor of the temperatures
+      flattered: mean weight of flattery, in units of utility
+      mistaken: share of the contested facts that all are mistaken about
+      contested: share of facts that are contested
+    """
     rng = np.random.default_rng([seed, 1])
     unlike = 1 - fidelity
     traits = dict(
@@ -165,7 +179,11 @@ _File = create_model('_File', __config__=_EXACT, name=(str, ...),
 
 
 def read_population(path):  # a Population, or an Annotator
-    "Read the population in a file, or its only member; ValueError names a field that is wrong."
+    """Read the population in a file, or its only member; ValueError names a field that is wrong.
+
+    Parameters:
+      path: a Population, or an Annotator
+    """
     try: content = _File.model_validate(read_json(path)).model_dump()
     except ValidationError as e:
         wrong = e.errors()[0]
@@ -196,7 +214,12 @@ def with_bias(
     name: str,           # of the new one
     **likings: float,    # added to the weights of columns, in units of utility
 ) -> Population:
-    "Copy a population, and bias its annotators; ValueError for a column that does not exist."
+    """Copy a population, and bias its annotators; ValueError for a column that does not exist.
+
+    Parameters:
+      name: of the new one
+    Returns: added to the weights of columns, in units of utility
+    """
     for column in likings:
         if column not in COLUMNS:
             raise ValueError(f'{column} is not a mark of answers: {", ".join(COLUMNS)}')
