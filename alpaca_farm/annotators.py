@@ -35,19 +35,19 @@ class AnnotatorsConfig(ApiConfig, JudgedConfig):
     """Settings of an annotation run.
 
     Settings:
-      out: run folder (default: runs/annotators)
-      outputs: pairs or candidates: a run of best_of_n, or a file (default: runs/samples)
-      against: one answer to each prompt, compared with one of `outputs` (default: )
-      columns: names of columns: ours, equals sign, yours (default: )
-      annotators: annotator or pool: see the table above (default: runs/world/pool.json)
-      base_url: such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI (default: )
-      weights: annotator, equals sign, weight (default: [])
-      label_flip: share of flipped labels; -1: a world's own, else 0 (default: -1.0)
-      ask_flipped: ask about all pairs; else coins label 2 x label_flip of them (default: True)
-      both_orders: ask about every pair in both orders and average (default: False)
-      pairs_each: pairs of each instruction's samples, as far as they differ (default: 1)
-      max_instances: use only the first n records; 0: all (default: 0)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      out : run folder (default: runs/annotators)
+      outputs : pairs or candidates: a run of best_of_n, or a file (default: runs/samples)
+      against : one answer to each prompt, compared with one of `outputs` (default: )
+      columns : names of columns: ours, equals sign, yours (default: )
+      annotators : annotator or pool: see the table above (default: runs/world/pool.json)
+      base_url : such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI (default: )
+      weights : annotator, equals sign, weight (default: [])
+      label_flip : share of flipped labels; -1: a world's own, else 0 (default: -1.0)
+      ask_flipped : ask about all pairs; else coins label 2 x label_flip of them (default: True)
+      both_orders : ask about every pair in both orders and average (default: False)
+      pairs_each : pairs of each instruction's samples, as far as they differ (default: 1)
+      max_instances : use only the first n records; 0: all (default: 0)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/annotators'   # run folder
     # pairs or candidates: a run of best_of_n, or a file
@@ -79,8 +79,8 @@ def flip_share(
     """Return the share of labels to flip.
 
     Parameters:
-      label_flip: the setting; -1 when it is not given
-      annotators: the setting that names the annotators
+      label_flip : the setting; -1 when it is not given
+      annotators : the setting that names the annotators
     """
     if label_flip != -1: return label_flip
     if is_population(annotators): return read_world(str(Path(annotators).parent)).label_flip
@@ -112,13 +112,13 @@ def annotate_pairs(
     """Let a judge or a pool label pairs; two identical answers are a tie, and nobody is asked.
 
     Parameters:
-      pairs: records with output_1 and output_2
-      pool: an annotator or a pool
-      seed: of all draws and coins
-      flip_rate: share of labels that are reversed
-      both_orders: ask in both orders and average, else in a random one
-      ask_flipped: False: a fair coin labels twice `flip_rate` of the pairs
-      decide: decide a probability by a coin; False: record it as it is
+      pairs : records with output_1 and output_2
+      pool : an annotator or a pool
+      seed : of all draws and coins
+      flip_rate : share of labels that are reversed
+      both_orders : ask in both orders and average, else in a random one
+      ask_flipped : False: a fair coin labels twice `flip_rate` of the pairs
+      decide : decide a probability by a coin; False: record it as it is
     Returns: with `preference` (None: no verdict), `annotator`, and a paid verdict's cost
     """
     members = pool_members(pool)

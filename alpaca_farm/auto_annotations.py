@@ -118,8 +118,8 @@ def annotate_samples(self: PairwiseAutoAnnotator,
     """Pair the outputs for each instruction, neighbours in a random cyclic order; label them.
 
     Parameters:
-      all_outputs: records with an `output`, or several in a list
-      is_unique_instructions: one pair; else as many as different outputs
+      all_outputs : records with an `output`, or several in a list
+      is_unique_instructions : one pair; else as many as different outputs
     Returns: of `annotate_pairs`
     """
     prompts = {}
@@ -150,9 +150,9 @@ def annotate_head2head(self: PairwiseAutoAnnotator,
     """Label two models' outputs, 2 if the second is better; `common_prompts` drops the others.
 
     Parameters:
-      outputs_1: of the baseline
-      outputs_2: of the model
-      is_ordered: match them row by row
+      outputs_1 : of the baseline
+      outputs_2 : of the model
+      is_ordered : match them row by row
     Returns: of `annotate_pairs`
     """
     pairs = head2head_pairs(_records_of(outputs_1), _records_of(outputs_2), ordered=is_ordered)
@@ -188,11 +188,11 @@ def alpaca_leaderboard(
     """Compare a model with the reference; ValueError if their instructions differ.
 
     Parameters:
-      path_or_all_outputs: a file, or records with instruction, input, output
-      annotators_config: the judge
-      name: of the model
-      is_add_reference_methods: also print AlpacaFarm's published win rates
-      reference_outputs: of the baseline: a file or records; from the hub if not given
+      path_or_all_outputs : a file, or records with instruction, input, output
+      annotators_config : the judge
+      name : of the model
+      is_add_reference_methods : also print AlpacaFarm's published win rates
+      reference_outputs : of the baseline: a file or records; from the hub if not given
     """
     import pandas as pd
     if reference_outputs is None: reference_outputs = _reference_from_hub()

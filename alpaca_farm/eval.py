@@ -33,16 +33,16 @@ class EvalConfig(ApiConfig, JudgedConfig):
     """Settings of an evaluation.
 
     Settings:
-      out: run folder (default: runs/eval)
-      outputs: runs or files (default: ['runs/dpo', 'runs/ppo'])
-      reference: folder or file of answers to compare with (default: runs/references)
-      columns: names of columns: ours, equals sign, yours (default: )
-      annotators: judges, as in `annotators` (default: ['runs/world/held_out_crowd.json',
+      out : run folder (default: runs/eval)
+      outputs : runs or files (default: ['runs/dpo', 'runs/ppo'])
+      reference : folder or file of answers to compare with (default: runs/references)
+      columns : names of columns: ours, equals sign, yours (default: )
+      annotators : judges, as in `annotators` (default: ['runs/world/held_out_crowd.json',
         'runs/world/pool.json', 'runs/world/gold.json'])
-      weights: annotator, equals sign, weight (default: [])
-      labels: people's labels of some answers, to correct the first judge (default: )
-      max_instances: use only the first n of the reference; 0: all (default: 0)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      weights : annotator, equals sign, weight (default: [])
+      labels : people's labels of some answers, to correct the first judge (default: )
+      max_instances : use only the first n of the reference; 0: all (default: 0)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/eval'              # run folder
     # runs or files

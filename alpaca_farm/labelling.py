@@ -28,17 +28,19 @@ class LabellingConfig(Config):
     """Settings of labelling by people.
 
     Settings:
-      out: run folder (default: runs/labelling)
-      outputs: pairs or candidates: a run of best_of_n, or a file (default: runs/samples)
-      against: answers to show beside those in `outputs`, as output_1 (default: )
-      columns: names of columns: ours, equals sign, yours (default: )
-      draw: label only so many instructions, drawn at random; 0: all (default: 0)
-      strata: draw within groups of pairs: by the longer answer, or by a judge's verdict (default: )
-      store: where labels are stored, together with answers of judges (default: runs/answers.sqlite)
-      person: name of the person labelling; empty: use the labels so far (default: )
-      repeat: share of the pairs that are shown again, swapped (default: 0.1)
-      max_instances: use only the first n pairs; 0: all (default: 0)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      out : run folder (default: runs/labelling)
+      outputs : pairs or candidates: a run of best_of_n, or a file (default: runs/samples)
+      against : answers to show beside those in `outputs`, as output_1 (default: )
+      columns : names of columns: ours, equals sign, yours (default: )
+      draw : label only so many instructions, drawn at random; 0: all (default: 0)
+      strata : draw within groups of pairs: by the longer answer, or by a judge's verdict (default:
+        )
+      store : where labels are stored, together with answers of judges (default:
+        runs/answers.sqlite)
+      person : name of the person labelling; empty: use the labels so far (default: )
+      repeat : share of the pairs that are shown again, swapped (default: 0.1)
+      max_instances : use only the first n pairs; 0: all (default: 0)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/labelling'         # run folder
     # pairs or candidates: a run of best_of_n, or a file
@@ -183,11 +185,11 @@ class LabellingQueue:
         """Store an answer on a pair.
 
         Parameters:
-          i: number of the pair
-          swapped: whether its second output was shown first
-          preference: 1, 2 or 1.5 in the order shown; None for no verdict
-          seconds: that it took
-          undone: whether the last answer is taken back
+          i : number of the pair
+          swapped : whether its second output was shown first
+          preference : 1, 2 or 1.5 in the order shown; None for no verdict
+          seconds : that it took
+          undone : whether the last answer is taken back
         """
         request = _label_request(self.pairs[i], self.person, swapped)
         number = 0

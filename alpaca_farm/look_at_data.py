@@ -42,19 +42,19 @@ class LookAtDataConfig(PromptConfig):
     """Settings of a look at data.
 
     Settings:
-      out: run folder (default: runs/look_at_data)
-      data: file, dataset folder, run folder or hub name (default: runs/annotators)
-      split: one of a folder's files; empty: all that are known by name (default: )
-      policy: whose tokenizer and template are used (default: runs/sft)
-      columns: names of columns: ours, equals sign, yours (default: )
-      max_instances: use only the first n rows of each file; 0: all (default: 0)
-      max_length: tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
+      out : run folder (default: runs/look_at_data)
+      data : file, dataset folder, run folder or hub name (default: runs/annotators)
+      split : one of a folder's files; empty: all that are known by name (default: )
+      policy : whose tokenizer and template are used (default: runs/sft)
+      columns : names of columns: ours, equals sign, yours (default: )
+      max_instances : use only the first n rows of each file; 0: all (default: 0)
+      max_length : tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
         large model)
-      max_new_tokens: longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
-      max_prompt: longer prompts are left out, counted and reported (default: by size, 64 for a toy,
-        256 for a large model)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/look_at_data'  # run folder
     # file, dataset folder, run folder or hub name
@@ -126,10 +126,10 @@ def read_parts(
     """Read the files of a dataset, those for training first; ValueError if there is none.
 
     Parameters:
-      spec: a file, a folder or a dataset's name on the hub
-      split: one of its files; empty: all that are known by name
-      columns: names of columns, as of `load_records`
-      n: only the first n rows of each; 0: all
+      spec : a file, a folder or a dataset's name on the hub
+      split : one of its files; empty: all that are known by name
+      columns : names of columns, as of `load_records`
+      n : only the first n rows of each; 0: all
     """
     wanted = [(split,)] if split else [_LEARNED + _MEASURED]   # the first that there is
     if not split and at_root(spec).is_dir():
@@ -152,7 +152,7 @@ def count_tokens(
     """Count the tokens of each prompt, of its longest answer, and of both.
 
     Parameters:
-      template: as of `build_prompt`
+      template : as of `build_prompt`
     Returns: by the setting that limits them
     """
     prompts = [len(ids) for ids in encode_prompts(records, tokenizer, template)]
@@ -314,7 +314,7 @@ def collect_votes(
     """Collect the votes on each pair, whichever of its answers comes first.
 
     Parameters:
-      records: pairs with `preference` and who gave it, or with `votes` by name
+      records : pairs with `preference` and who gave it, or with `votes` by name
     Returns: pairs with `votes`; rows that repeat an annotator's vote
     """
     pairs = {}
@@ -442,9 +442,9 @@ def find_odd(
     """Collect everything odd about the data: for each finding a sentence and the first rows.
 
     Parameters:
-      lengths: of `count_tokens`, for each part
-      limits: by setting
-      special: texts of the tokenizer's special tokens
+      lengths : of `count_tokens`, for each part
+      limits : by setting
+      special : texts of the tokenizer's special tokens
     Returns: split, finding, rows
     """
     found = []

@@ -48,26 +48,26 @@ class OverConfig(SampleConfig, JudgedConfig):
     """Settings of the measurement of over-optimisation.
 
     Settings:
-      out: run folder (default: runs/overoptimization)
-      policy: SFT, from which distances are measured (default: runs/sft)
-      bank: a run of best_of_n with many of its samples (default: runs/bank)
-      references: its answers that policies are compared with (default: runs/references)
-      proxies: reward models (default: ['runs/reward_model', 'runs/reward_model_crowd',
+      out : run folder (default: runs/overoptimization)
+      policy : SFT, from which distances are measured (default: runs/sft)
+      bank : a run of best_of_n with many of its samples (default: runs/bank)
+      references : its answers that policies are compared with (default: runs/references)
+      proxies : reward models (default: ['runs/reward_model', 'runs/reward_model_crowd',
         'runs/reward_model_judge', 'runs/reward_model_vain'])
-      policies: best with checkpoints (default: ['runs/ppo', 'runs/rloo', 'runs/dpo',
+      policies : best with checkpoints (default: ['runs/ppo', 'runs/rloo', 'runs/dpo',
         'runs/expert_iteration', 'runs/rrhf', 'runs/quark', 'runs/ppo_crowd', 'runs/rloo_crowd',
         'runs/dpo_crowd', 'runs/rloo_free', 'runs/rloo_free_crowd', 'runs/rloo_free_judge',
         'runs/rloo_free_vain'])
-      world: the world, with a utility and held-out judges (default: runs/world)
-      instances: instructions of the bank to use (default: 150)
-      answers: answers of each policy to each of them (default: 4)
-      max_new_tokens: longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+      world : the world, with a utility and held-out judges (default: runs/world)
+      instances : instructions of the bank to use (default: 150)
+      answers : answers of each policy to each of them (default: 4)
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
-      max_prompt: longer prompts are left out, counted and reported (default: by size, 64 for a toy,
-        256 for a large model)
-      temperature: of samples, and of the log-probs that training compares; 0 is greedy (default: by
-        size, 1.0 for a toy, 0.8 for a large model)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      temperature : of samples, and of the log-probs that training compares; 0 is greedy (default:
+        by size, 1.0 for a toy, 0.8 for a large model)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/overoptimization'      # run folder
     policy: Annotated[str, MODEL, SIZES] = 'runs/sft'  # SFT, from which distances are measured
@@ -173,10 +173,10 @@ def measure_policy(
     """Measure a checkpoint on fresh samples: its KL to the reference, and its scores.
 
     Parameters:
-      folder: of a checkpoint
-      records: instructions
-      scores: function of records to scores by name
-      reference: SFT's model
+      folder : of a checkpoint
+      records : instructions
+      scores : function of records to scores by name
+      reference : SFT's model
     Returns: kl, and the scores by instruction
     """
     policy = load_policy(folder, cfg)
@@ -230,10 +230,10 @@ def foretell(
     """Foretell marks at a mean reward, and the error: realised minus foretold.
 
     Parameters:
-      rewards: (instructions, N) of a bank
-      marks: of the bank, likewise
-      reward: the mean reward to foretell at
-      realised: (instructions,) of a policy with this reward, by mark
+      rewards : (instructions, N) of a bank
+      marks : of the bank, likewise
+      reward : the mean reward to foretell at
+      realised : (instructions,) of a policy with this reward, by mark
     Returns: a row for each mark; one without where fewer than ten samples would tell
     """
     columns |= dict(reward=reward)

@@ -40,35 +40,36 @@ class QuarkConfig(OnlineConfig):
     """Settings of Quark.
 
     Settings:
-      out: run folder (default: runs/quark)
-      reward_model: a checkpoint, "module:function", or a list of them (default: runs/reward_model)
-      policy: the initial policy, which is also the reference (default: runs/sft)
-      data: dataset folder with prompts (default: runs/world)
-      annotators: judge whose labels choose the checkpoint; empty for the last (default: )
-      num_quantiles: quantiles the pool is cut into, K (default: 4)
-      best_quantile_only: learn from the best quantile only, without tokens (default: True)
-      clear_pool: discard the answers of earlier rollouts (default: True)
-      token_times: copies of a reward token in a prompt (default: 8)
-      jitter: noise of the tokens' initial embeddings, in sd of the others (default: 3.0)
-      updates: optimiser steps after each rollout (default: 8)
-      batch_size: answers per optimiser step (default: 64)
-      kl_coef: weight of the exact KL to the reference, beta (default: by size, 0.3 for a toy, 0.05
+      out : run folder (default: runs/quark)
+      reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
+      policy : the initial policy, which is also the reference (default: runs/sft)
+      data : dataset folder with prompts (default: runs/world)
+      annotators : judge whose labels choose the checkpoint; empty for the last (default: )
+      num_quantiles : quantiles the pool is cut into, K (default: 4)
+      best_quantile_only : learn from the best quantile only, without tokens (default: True)
+      clear_pool : discard the answers of earlier rollouts (default: True)
+      token_times : copies of a reward token in a prompt (default: 8)
+      jitter : noise of the tokens' initial embeddings, in sd of the others (default: 3.0)
+      updates : optimiser steps after each rollout (default: 8)
+      batch_size : answers per optimiser step (default: 64)
+      kl_coef : weight of the exact KL to the reference, beta (default: by size, 0.3 for a toy, 0.05
         for a large model)
-      entropy_coef: weight of the entropy bonus, alpha (default: 0.0)
-      steps: rollouts, each followed by its updates (default: 8)
-      rollouts: answers per step (default: 512)
-      learning_rate: peak learning rate (default: by size, 0.001 for a toy, 3e-06 for a large model)
-      lr_schedule: how the learning rate falls (default: constant)
-      eval_every: steps between evaluations on the val split (default: 2)
-      save_every: steps between saved policies model-<step>/; 0: none (default: 2)
-      max_new_tokens: longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+      entropy_coef : weight of the entropy bonus, alpha (default: 0.0)
+      steps : rollouts, each followed by its updates (default: 8)
+      rollouts : answers per step (default: 512)
+      learning_rate : peak learning rate (default: by size, 0.001 for a toy, 3e-06 for a large
+        model)
+      lr_schedule : how the learning rate falls (default: constant)
+      eval_every : steps between evaluations on the val split (default: 2)
+      save_every : steps between saved policies model-<step>/; 0: none (default: 2)
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
-      max_prompt: longer prompts are left out, counted and reported (default: by size, 64 for a toy,
-        256 for a large model)
-      temperature: of samples, above 0 (default: by size, 1.0 for a toy, 0.8 for a large model)
-      eval_temperature: of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      temperature : of samples, above 0 (default: by size, 1.0 for a toy, 0.8 for a large model)
+      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
         toy, 0.8 for a large model)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/quark'                   # run folder
     num_quantiles: Annotated[int, Ge(2)] = 4  # quantiles the pool is cut into, K
@@ -101,8 +102,8 @@ def quantiles(
     """Sort answers into quantiles (Lu et al., 2022, section 2), ties together.
 
     Parameters:
-      scores: (N,) of the whole pool
-      num_quantiles: K
+      scores : (N,) of the whole pool
+      num_quantiles : K
     """
     worst_first = scores.sort().values
     better = len(scores) - torch.searchsorted(worst_first, scores, right=True)
@@ -130,9 +131,9 @@ def rollout_pool(
     """Keep the answers of a rollout.
 
     Parameters:
-      batch: a rollout: ids, response
-      prompts: number of each answer's prompt
-      scores: (B,)
+      batch : a rollout: ids, response
+      prompts : number of each answer's prompt
+      scores : (B,)
     """
     response = batch['response'].bool()
     tokens = batch['ids'][response]
@@ -154,8 +155,8 @@ def draw(self: DataPool,
     """List the answers of each update of a step: every usable one once before any twice.
 
     Parameters:
-      quantile: (N,) of `quantiles`
-      step: from 1
+      quantile : (N,) of `quantiles`
+      step : from 1
     """
     usable = list(range(len(quantile)))
     if cfg.best_quantile_only: usable = (quantile == 0).nonzero()[:, 0].tolist()
@@ -187,9 +188,9 @@ def token_terms(
     """Compute each token's log-prob, KL to the reference and entropy; all differentiable.
 
     Parameters:
-      logits: (N, V) of the policy
-      ref_logits: (N, V) of the reference
-      tokens: (N,) sampled
+      logits : (N, V) of the policy
+      ref_logits : (N, V) of the reference
+      tokens : (N,) sampled
     Returns: (N,) each
     """
     logp = widen(logits).log_softmax(-1)
@@ -208,10 +209,10 @@ def response_terms(
     """Compute log-prob, KL and entropy of every response token, of the distribution it came from.
 
     Parameters:
-      batch: ids, mask, response
-      vocab_size: of the reference; higher ids are reward tokens
-      temperature: of sampling
-      chunk: positions at a time; 0 for as many as make 64 MB
+      batch : ids, mask, response
+      vocab_size : of the reference; higher ids are reward tokens
+      temperature : of sampling
+      chunk : positions at a time; 0 for as many as make 64 MB
     Returns: logp, kl, entropy: (B, T) each, zero outside of the response
     """
     chosen = batch['response'][:, 1:].bool()
@@ -252,12 +253,12 @@ def quark_loss(
     """Compute each token's loss (Lu et al., 2022, eq. 2; the entropy term is of the authors' code).
 
     Parameters:
-      logp: (B, T) log-probs of the tokens
-      kl: (B, T) exact KL to the reference
-      entropy: (B, T)
-      mask: (B, T) response tokens
-      kl_coef: beta
-      entropy_coef: alpha
+      logp : (B, T) log-probs of the tokens
+      kl : (B, T) exact KL to the reference
+      entropy : (B, T)
+      mask : (B, T) response tokens
+      kl_coef : beta
+      entropy_coef : alpha
     """
     return torch.where(mask.bool(), -logp + kl_coef * kl - entropy_coef * entropy, 0)
 
@@ -272,8 +273,8 @@ def quark_step(
     """Compute the loss of each token, and its terms.
 
     Parameters:
-      batch: ids, mask, response: (B, T) each
-      vocab_size: of the reference; higher ids are reward tokens
+      batch : ids, mask, response: (B, T) each
+      vocab_size : of the reference; higher ids are reward tokens
     Returns: (B, T) each
     """
     terms = response_terms(policy, reference, batch, vocab_size, cfg.temperature)
@@ -322,7 +323,7 @@ class _Respondent:
         """Answer prompts once each, and score the answers.
 
         Parameters:
-          token: reward token of all prompts, if any
+          token : reward token of all prompts, if any
         Returns: a batch, its scores, and figures
         """
         batch, answered = sample_rollout(

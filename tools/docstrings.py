@@ -26,18 +26,18 @@ def own_text(docstring: str) -> str:
     return '\n'.join(kept).strip()
 
 
-def said_of(name: str, comment: str | None) -> list[str]:
-    "Write the lines of a name with its comment; none without a comment."
+def said_of(label: str, comment: str | None) -> list[str]:
+    "Write the lines of a label and a comment; none without a comment."
     if not comment: return []
-    return textwrap.wrap(f'{name}: {" ".join(comment.split())}', WIDTH, subsequent_indent='    ')
+    return textwrap.wrap(f'{label} {" ".join(comment.split())}', WIDTH, subsequent_indent='    ')
 
 
 def explanation(thing, settings: list[str]) -> list[str]:
     "Write the lines that say what parameters, a result or these settings of a class are."
     comments = docments(thing) if inspect.isfunction(thing) else explained(thing)
-    returned = said_of('Returns', comments.pop('return', None))
+    returned = said_of('Returns:', comments.pop('return', None))
     named = []
-    for name in settings or comments: named += said_of(f'  {name}', comments[name])
+    for name in settings or comments: named += said_of(f'  {name} :', comments[name])
     head = 'Settings:' if settings else 'Parameters:'
     return [head, *named, *returned] if named else returned
 

@@ -128,10 +128,10 @@ def cost(
     """Price the given numbers of tokens of a model.
 
     Parameters:
-      model: with or without a date
-      tokens_in: of the prompt
-      tokens_out: of the answer
-      prices: as of `price_list`
+      model : with or without a date
+      tokens_in : of the prompt
+      tokens_out : of the answer
+      prices : as of `price_list`
     Returns: dollars; None if the price is unknown
     """
     name = model if model in prices else model.rpartition('-20')[0]

@@ -35,9 +35,9 @@ def request_key(
     """Hash a request's JSON by SHA-256; the order of fields does not matter.
 
     Parameters:
-      request: everything that is sent
-      draw: which of several answers to the same request
-      endpoint: where it is sent, as of `endpoint_name`
+      request : everything that is sent
+      draw : which of several answers to the same request
+      endpoint : where it is sent, as of `endpoint_name`
     Returns: 32 bytes
     """
     parts = [request, draw]
@@ -140,9 +140,9 @@ class Store:
         """Store an answer and its request permanently, unless there is one.
 
         Parameters:
-          seconds: that the answer took
-          run: who has paid for it
-          dollars: and how much
+          seconds : that the answer took
+          run : who has paid for it
+          dollars : and how much
         """
         with self.db:   # undone by an error
             self.run('begin immediate')

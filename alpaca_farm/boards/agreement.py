@@ -42,14 +42,14 @@ class AgreementConfig(ApiConfig, JudgedConfig):
     """Settings of a comparison of judges with people.
 
     Settings:
-      out: run folder (default: runs/agreement)
-      sets: labelled pairs: files (*: several) or module:name (default:
+      out : run folder (default: runs/agreement)
+      sets : labelled pairs: files (*: several) or module:name (default:
         ['runs/world/labelled.json'])
-      judges: annotators or files of verdicts (file#name) (default: ['runs/world/pool.json',
+      judges : annotators or files of verdicts (file#name) (default: ['runs/world/pool.json',
         'runs/world/judge.json', 'alpaca_farm.boards.agreement:prefer_longer'])
-      max_instances: use only the first n pairs of each set; 0: all (default: 0)
-      draws: bootstrap draws (default: 400)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      max_instances : use only the first n pairs of each set; 0: all (default: 0)
+      draws : bootstrap draws (default: 400)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/agreement'          # run folder
     # labelled pairs: files (*: several) or module:name
@@ -84,8 +84,8 @@ def ask_judge(
     """Ask a judge about pairs in both orders; ValueError if requests remain open.
 
     Parameters:
-      judge: an annotator or a pool
-      seed: of the choice of annotators
+      judge : an annotator or a pool
+      seed : of the choice of annotators
     """
     name = annotator_name(judge)
     members = pool_members(judge)
@@ -151,11 +151,11 @@ def agreement_board(
     """Measure people on each set, and each judge on the pairs of it that were shown to it.
 
     Parameters:
-      sets: labelled pairs by the name of the set
-      judged: {(set, judge): Verdicts}
-      draws: of the bootstrap
-      seed: of votes and bootstrap
-      done: called with (rows done, text)
+      sets : labelled pairs by the name of the set
+      judged : {(set, judge): Verdicts}
+      draws : of the bootstrap
+      seed : of votes and bootstrap
+      done : called with (rows done, text)
     """
     import pandas as pd
     rows = []
@@ -257,9 +257,9 @@ def verdicts_of_judges(
     """Read or ask for the verdicts of judges; ValueError for two of one name, or open requests.
 
     Parameters:
-      specs: judges: annotators, or files of verdicts, maybe with a #pattern of names
-      sets: labelled pairs by the name of the set
-      cfg: settings of the requests
+      specs : judges: annotators, or files of verdicts, maybe with a #pattern of names
+      sets : labelled pairs by the name of the set
+      cfg : settings of the requests
     Returns: {(set, judge): Verdicts}
     """
     recorded = [_recorded_verdicts(spec, sets) for spec in specs]   # before a judge is paid

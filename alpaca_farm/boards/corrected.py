@@ -30,9 +30,9 @@ def ppi_mean(
     and proposition 2).
 
     Parameters:
-      labels: (..., n) in [0, 1]
-      judge: (..., n) in [0, 1], on the same instructions
-      others: (..., M) in [0, 1], the judge's on other instructions, of which there may be none
+      labels : (..., n) in [0, 1]
+      judge : (..., n) in [0, 1], on the same instructions
+      others : (..., M) in [0, 1], the judge's on other instructions, of which there may be none
     Returns: each (...)
     """
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
@@ -87,7 +87,7 @@ def estimate_strata(
     """Correct the mean of labels, with a 95 % interval that holds for few labels.
 
     Parameters:
-      strata: the arrays of `ppi_mean` of each stratum; a plain random draw is one
+      strata : the arrays of `ppi_mean` of each stratum; a plain random draw is one
     """
     from scipy.special import stdtrit
     n = np.array([np.shape(y)[-1] for y, _, _ in strata])
@@ -140,9 +140,9 @@ def plan_labels(
     """Forecast how many labels an interval takes, before any is there.
 
     Parameters:
-      judge: verdicts in [0, 1] (N,); (N, 2) for the difference of two policies
-      agreement: of a person with the judge: a guess, or of `judge_agreement`
-      within: half-width of the interval, in [0, 1]
+      judge : verdicts in [0, 1] (N,); (N, 2) for the difference of two policies
+      agreement : of a person with the judge: a guess, or of `judge_agreement`
+      within : half-width of the interval, in [0, 1]
     """
     side = _side_of(judge)
     policies = side.ndim
@@ -229,8 +229,8 @@ def match_labels(
     """Match labels with comparisons, and print how many are on other pairs.
 
     Parameters:
-      spec: a file or run of people's labels
-      comparisons: {name: (a model's answers, reference answers)}
+      spec : a file or run of people's labels
+      comparisons : {name: (a model's answers, reference answers)}
     """
     known = read_people_labels(spec)
     lost = set(known)
@@ -267,8 +267,8 @@ def people_win_rate(
     """Correct a judge's win rate; ValueError for too few labels on instructions with a verdict.
 
     Parameters:
-      preferences: (N,) a judge's in [1, 2], nan without a verdict
-      labels: of people, on the same instructions
+      preferences : (N,) a judge's in [1, 2], nan without a verdict
+      labels : of people, on the same instructions
     Returns: in percent
     """
     f = np.asarray(preferences, dtype=float) - 1
@@ -324,10 +324,10 @@ def explain_win_rate(
     """Say what a correction finds of a model's win rate, and what may be wrong with it.
 
     Parameters:
-      name: of the model
-      judge: its name
-      preferences: (N,) the judge's, nan without a verdict
-      labels: on the same instructions
+      name : of the model
+      judge : its name
+      preferences : (N,) the judge's, nan without a verdict
+      labels : on the same instructions
     """
     c = people_win_rate(preferences, labels)
     f = np.asarray(preferences, dtype=float) - 1
@@ -362,8 +362,8 @@ def people_difference(
     """Correct the second win rate minus the first.
 
     Parameters:
-      first: (preferences, labels) as of `people_win_rate`
-      second: the same of another policy
+      first : (preferences, labels) as of `people_win_rate`
+      second : the same of another policy
     Returns: in points; None with fewer than ten instructions labelled for both
     """
     f, one = first

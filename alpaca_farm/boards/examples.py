@@ -30,8 +30,8 @@ def replicates_of(
     """List a run, and the same run in a farm's other worlds.
 
     Parameters:
-      folder: of a run
-      worlds: at most
+      folder : of a run
+      worlds : at most
     """
     path = Path(folder)
     found = [folder]
@@ -57,9 +57,9 @@ def print_answers(
     """Print what runs answer to some requests.
 
     Parameters:
-      runs: folders by name
-      n: requests, the first of the last run's
-      world: folder of the world, which may know the right answers
+      runs : folders by name
+      n : requests, the first of the last run's
+      world : folder of the world, which may know the right answers
     """
     answers = {}
     asked = []

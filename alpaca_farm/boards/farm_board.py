@@ -167,10 +167,10 @@ def farm_board(
     """Judge the answers of all rows of a replicate.
 
     Parameters:
-      folder: of the replicate's runs
-      judges: {column: judge}, first the held-out crowd, `crowd`
-      runs: names of the methods' runs
-      labels: people's labels of answers, to correct the first judge
+      folder : of the replicate's runs
+      judges : {column: judge}, first the held-out crowd, `crowd`
+      runs : names of the methods' runs
+      labels : people's labels of answers, to correct the first judge
     Returns: answers by row; {judge: {row: (instructions,) preferences over SFT}}; the DataFrame
     """
     import pandas as pd
@@ -213,8 +213,8 @@ def parts_table(
     """Tabulate the parts of the utility of all replicates' rows, minus SFT's, with intervals.
 
     Parameters:
-      replicates: answers by row, of each replicate
-      worlds: of each replicate
+      replicates : answers by row, of each replicate
+      worlds : of each replicate
     """
     import pandas as pd
     sft = [_mark_means(answers['sft'], world) for answers, world in zip(replicates, worlds)]
@@ -239,9 +239,9 @@ def write_boards(
     """Write boards and their figures; `crowd_sd` is the spread of each row over replicates.
 
     Parameters:
-      run: the farm's
-      boards: the leaderboard of each replicate
-      names: who judges, by column
+      run : the farm's
+      boards : the leaderboard of each replicate
+      names : who judges, by column
     """
     import pandas as pd
     spread = pd.concat(boards).groupby('method').crowd.std()

@@ -34,9 +34,9 @@ def read_answers(
     """Read answers, one or several per instruction; tells what their run was warned of.
 
     Parameters:
-      spec: a run folder or a file
-      candidates: prefer a folder's candidates.json, all samples, to outputs.json
-      columns: names of columns: ours, equals sign, yours
+      spec : a run folder or a file
+      candidates : prefer a folder's candidates.json, all samples, to outputs.json
+      columns : names of columns: ours, equals sign, yours
     """
     for said in read_summary(spec).get('warnings', []): notice(f'{spec}: {said}')
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
@@ -68,9 +68,9 @@ def free_win_rates(
     """Say how often answers win, under judges that cost nothing; empty if there are none.
 
     Parameters:
-      folder: of a run with answers
-      before: of the run whose answers they are compared with
-      world: folder of the world that has the judges
+      folder : of a run with answers
+      before : of the run whose answers they are compared with
+      world : folder of the world that has the judges
     """
     said = []
     for run in (folder, before):
@@ -143,11 +143,11 @@ def judge_all(
     """Judge all models' answers by every judge; of a paid pool, votes stand for expected preferences.
 
     Parameters:
-      methods: answers by model
-      references: the answers that they are compared with
-      judges: annotators and pools by name
-      seed: of the sampled votes
-      done: called after each model with the number of steps and a text
+      methods : answers by model
+      references : the answers that they are compared with
+      judges : annotators and pools by name
+      seed : of the sampled votes
+      done : called after each model with the number of steps and a text
     Returns: by judge
     """
     judged = {}

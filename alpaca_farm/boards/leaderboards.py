@@ -66,12 +66,12 @@ def leaderboard(
     """Make a board, best model of the first judge first; `_votes` and `_votes_se` are of sampled votes.
 
     Parameters:
-      judged: of `judge_all`: `Judged` by judge
-      methods: answers by model, from which `columns` are computed
-      reference: what the win rates are against
-      n: bootstrap draws
-      seed: of these
-      labels: people's by model, but for the reference, for the first judge
+      judged : of `judge_all`: `Judged` by judge
+      methods : answers by model, from which `columns` are computed
+      reference : what the win rates are against
+      n : bootstrap draws
+      seed : of these
+      labels : people's by model, but for the reference, for the first judge
     """
     import pandas as pd
     check_column_names(list(judged), columns)
@@ -116,8 +116,8 @@ def leaderboard_figure(
     """Draw win rates with intervals, and a bar from the first judge's rate to the corrected one.
 
     Parameters:
-      board: of `leaderboard`
-      judges: whose columns are drawn; None: all
+      board : of `leaderboard`
+      judges : whose columns are drawn; None: all
     """
     import matplotlib.pyplot as plt
     judges = judges or [c for c in board if f'{c}_low' in board]
@@ -147,9 +147,9 @@ def board_text(
     """Write a board as Markdown or LaTeX, with the version, commit and seed that made it.
 
     Parameters:
-      board: a DataFrame of it
-      folder: the run that made it
-      latex: in place of Markdown
+      board : a DataFrame of it
+      folder : the run that made it
+      latex : in place of Markdown
     """
     made = run_config(folder)
     stamp = (f'alpaca_farm {made["versions"]["alpaca_farm"]}, commit {made["commit"]}, '
@@ -168,8 +168,8 @@ def rank_agreement(
     """Correlate the ranks of the models' win rates between any two judges.
 
     Parameters:
-      judged: of `judge_all`: `Judged` by judge
-      n: bootstrap draws
+      judged : of `judge_all`: `Judged` by judge
+      n : bootstrap draws
     Returns: `spearman_a_b` with `_low` and `_high`; empty for fewer than three models
     """
     tables = {}
@@ -191,8 +191,8 @@ def leaderboard_row(
     """Make a row of AlpacaEval's leaderboard.
 
     Parameters:
-      preferences: (N,) from 1 to 2, 0 for a tie, None or nan without a verdict
-      lengths: (N,) characters of the answers
+      preferences : (N,) from 1 to 2, 0 for a tie, None or nan without a verdict
+      lengths : (N,) characters of the answers
     Returns: further ones
     """
     p = np.array([read_preference(v, f'row {i}', 'preference') for i, v in enumerate(preferences)])
@@ -216,10 +216,10 @@ def alpaca_eval_rows(
     """Make a judge's leaderboard with AlpacaEval's columns.
 
     Parameters:
-      judged: {model: (instructions,) preferences} of one judge
-      methods: answers by model
-      annotator: name of the judge
-      reference: name of the references
+      judged : {model: (instructions,) preferences} of one judge
+      methods : answers by model
+      annotator : name of the judge
+      reference : name of the references
     """
     import pandas as pd
     def characters(outputs):

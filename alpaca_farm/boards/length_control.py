@@ -36,8 +36,8 @@ def length_term(
     """Measure how much briefer the model is than the baseline.
 
     Parameters:
-      baseline: (..., N) characters of its answers
-      model: (..., N) of the model's, nan where there is none
+      baseline : (..., N) characters of its answers
+      model : (..., N) of the model's, nan where there is none
     Returns: (..., N) from -1 to 1
     """
     d = np.asarray(baseline, dtype=float) - np.asarray(model, dtype=float)
@@ -89,9 +89,9 @@ def controlled_win_rate(
     """Estimate the win rate of one model at equal length, in percent (Dubois et al., 2024).
 
     Parameters:
-      preference: (N,), nan without a verdict
-      length_terms: (N,) of `length_term`
-      hard: (N,) difficulty of the instructions; None leaves it out
+      preference : (N,), nan without a verdict
+      length_terms : (N,) of `length_term`
+      hard : (N,) difficulty of the instructions; None leaves it out
     """
     p = np.asarray(preference, dtype=float)
     given = ~np.isnan(p)
@@ -128,10 +128,10 @@ def length_controlled(
     """Estimate `controlled_win_rate` of models, each of which has some verdict.
 
     Parameters:
-      preferences: (M, N) of models by instructions, nan without a verdict
-      lengths: (M, N) characters of the models' answers
-      baseline: (N,) or (M, N) of the baseline's
-      names: (M,) of the models
+      preferences : (M, N) of models by instructions, nan without a verdict
+      lengths : (M, N) characters of the models' answers
+      baseline : (N,) or (M, N) of the baseline's
+      names : (M,) of the models
     """
     import pandas as pd
     p = np.asarray(preferences, dtype=float)

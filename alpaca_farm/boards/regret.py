@@ -19,9 +19,9 @@ def halving_plan(
     """Plan the rounds of successive halving.
 
     Parameters:
-      methods: trained
-      labels: in all
-      answers: of each method, the most that can be labelled
+      methods : trained
+      labels : in all
+      answers : of each method, the most that can be labelled
     Returns: of each round: methods still in, and labels of each by its end
     """
     rounds = []
@@ -42,8 +42,8 @@ def still_in(
     """Give -1 to the methods that have fewer labels than others, since they were dropped.
 
     Parameters:
-      estimates: (..., M) win rates of the methods
-      counts: (..., M) labels of each
+      estimates : (..., M) win rates of the methods
+      counts : (..., M) labels of each
     Returns: (..., M)
     """
     return np.where(counts == counts.max(-1, keepdims=True), estimates, -1.)
@@ -62,11 +62,11 @@ def weigh_votes(
     """Estimate people's rates from a judge's rates and few votes (Fay and Herriot, 1979).
 
     Parameters:
-      rates: (..., M) share of votes for each method's answers; any number where there are none
-      counts: (..., M) of these votes
-      judge: (..., M) the judge's rates
-      lenience: standard deviation of the judge's error on all methods alike
-      spread: typical standard deviation of its errors from method to method
+      rates : (..., M) share of votes for each method's answers; any number where there are none
+      counts : (..., M) of these votes
+      judge : (..., M) the judge's rates
+      lenience : standard deviation of the judge's error on all methods alike
+      spread : typical standard deviation of its errors from method to method
     Returns: people's rates (..., M) and their covariance (..., M, M)
     """
     from scipy.special import softmax

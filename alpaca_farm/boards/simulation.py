@@ -25,8 +25,8 @@ def paired_tables(
     """Tabulate the three columns, for the methods that every replicate has trained on both sources.
 
     Parameters:
-      judged: of each replicate {judge: {run: (instructions,) preferences}}
-      crowd_runs: names the run on the crowd's labels by that on the pool's
+      judged : of each replicate {judge: {run: (instructions,) preferences}}
+      crowd_runs : names the run on the crowd's labels by that on the pool's
     Returns: `names`, and by column an array (replicates, instructions, methods)
     """
     made = set.intersection(*(set(by['crowd']) for by in judged))
@@ -156,9 +156,9 @@ def write_simulation(
     """Write simulation.csv and differences.csv.
 
     Parameters:
-      run: the farm's
-      tables: of `paired_tables`
-      seed: of the intervals
+      run : the farm's
+      tables : of `paired_tables`
+      seed : of the intervals
     Returns: figures for the summary
     """
     import pandas as pd

@@ -91,9 +91,9 @@ def word_scorer(
     """Learn scores of answers from labelled pairs by a logistic regression on words and lengths.
 
     Parameters:
-      pairs: preference records; ties teach nothing
-      kind: record -> a name; words count by themselves and by this
-      C: inverse strength of the penalty
+      pairs : preference records; ties teach nothing
+      kind : record -> a name; words count by themselves and by this
+      C : inverse strength of the penalty
     """
     from sklearn.feature_extraction.text import CountVectorizer
     from scipy.sparse import vstack

@@ -146,7 +146,7 @@ def without_thoughts(
     """Return an answer without the thoughts before it; empty if they have no end.
 
     Parameters:
-      opened: whether the prompt has begun the thought
+      opened : whether the prompt has begun the thought
     """
     head, closed, rest = text.partition('</think>')
     begun = opened or head.lstrip().startswith('<think>')

@@ -45,8 +45,8 @@ def read_preference(
     """Read a preference, in any convention, as a number; nan for no verdict, ValueError for others.
 
     Parameters:
-      where: file and row, for messages
-      name: the field
+      where : file and row, for messages
+      name : the field
     """
     if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's
     said = _read_word(value) if isinstance(value, str) else None
@@ -207,10 +207,10 @@ def head2head_pairs(
     """Pair two files of answers; ValueError when many prompts differ, or one occurs twice.
 
     Parameters:
-      outputs_1: of a baseline
-      outputs_2: of a model
-      keys: the fields by which they are matched
-      ordered: whether they are compared row by row instead
+      outputs_1 : of a baseline
+      outputs_2 : of a model
+      keys : the fields by which they are matched
+      ordered : whether they are compared row by row instead
     """
     def key(record): return tuple(str(with_instruction(record).get(k) or '') for k in keys)
     if not ordered:

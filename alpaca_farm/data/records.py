@@ -306,7 +306,7 @@ def check_record(
     """Check a record, and complete it; ValueError names the field.
 
     Parameters:
-      kind: whose fields it must have, one of FIELDS
+      kind : whose fields it must have, one of FIELDS
     """
     if row.get('input') is None: row['input'] = ''
     if prompt_messages(row) is None: _check_field(row, 'instruction', str)
@@ -323,8 +323,8 @@ def check_records(
     """Check records, and complete them; ValueError names file, row and field.
 
     Parameters:
-      kind: whose fields each must have, one of FIELDS
-      where: their file, for messages
+      kind : whose fields each must have, one of FIELDS
+      where : their file, for messages
     """
     records = []
     lost = Counter()
@@ -372,10 +372,10 @@ def read_records(
     """Make rows checked records, each once, and print what was used; ValueError names row and field.
 
     Parameters:
-      rows: as they stand in a file
-      where: the file, for messages
-      kind: whose fields they must have, or several (FIELDS)
-      columns: names of columns, as in instruction=question,output=answer
+      rows : as they stand in a file
+      where : the file, for messages
+      kind : whose fields they must have, or several (FIELDS)
+      columns : names of columns, as in instruction=question,output=answer
     """
     kinds = (kind,) if isinstance(kind, str) else kind
     records = as_records(rows, where, kinds, columns)
@@ -398,11 +398,11 @@ def load_records(
     """Read the records of a file or dataset, checked, each once; ValueError names row and field.
 
     Parameters:
-      spec: a dataset folder, a run folder, a file, or a dataset's name on the hub
-      name: a split, a file of a run folder, or several: the first there is
-      kind: whose fields they must have, or several (FIELDS)
-      n: only the first n; all if 0
-      columns: names of columns, as of `read_records`
+      spec : a dataset folder, a run folder, a file, or a dataset's name on the hub
+      name : a split, a file of a run folder, or several: the first there is
+      kind : whose fields they must have, or several (FIELDS)
+      n : only the first n; all if 0
+      columns : names of columns, as of `read_records`
     """
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
     return read_records(rows[:n or None], where, kind, columns)
@@ -473,8 +473,8 @@ def candidate_pair(
     """Make two answers of some candidates a pair.
 
     Parameters:
-      first: number of the answer that becomes output_1
-      second: and output_2
+      first : number of the answer that becomes output_1
+      second : and output_2
     """
     pair = dict(without_lists(candidates), input=candidates.get('input') or '')
     for k, i in ((1, first), (2, second)):
@@ -504,9 +504,9 @@ def merge_candidates(
     """Read queries with all their candidates; ValueError for a source that no candidate has.
 
     Parameters:
-      specs: run folders or files
-      sources: only candidates from these; all if empty
-      columns: names of columns, as of `load_records`
+      specs : run folders or files
+      sources : only candidates from these; all if empty
+      columns : names of columns, as of `load_records`
     """
     merged = {}
     present = set()

@@ -69,9 +69,9 @@ def describe_columns(
     """Say which columns were used, which were not, and what labels mean; empty for ours alone.
 
     Parameters:
-      rows: as they stand in a file
-      records: as they were read, one for each row
-      names: of columns: ours by theirs, where the user has named any
+      rows : as they stand in a file
+      records : as they were read, one for each row
+      names : of columns: ours by theirs, where the user has named any
     """
     columns = dict.fromkeys(name for row in rows for name in row if name not in _NOTED)
     kept = {name for record in records for name in record}
@@ -93,7 +93,7 @@ def learned_texts(
     """List the answers of a record that a model learns from, of a pair the better one first.
 
     Parameters:
-      record: with one answer, two, several or none
+      record : with one answer, two, several or none
     Returns: name, text, and whether it has ended
     """
     if 'output_1' in record:
@@ -126,9 +126,9 @@ def example_text(
     """Write a record as a model reads it, a line for each part.
 
     Parameters:
-      count: of records, of which this is the first
-      parts: of it: name, token ids, and whether it has ended
-      most: characters of a part that are shown
+      count : of records, of which this is the first
+      parts : of it: name, token ids, and whether it has ended
+      most : characters of a part that are shown
     """
     lines = [f'the first of {count:,} records, as the model reads it:']
     for name, ids, ended in parts:
@@ -145,8 +145,8 @@ def request_text(
     """Write a request, its fields in a line and a line for each turn or text.
 
     Parameters:
-      name: of who is asked
-      request: with messages or a prompt, or a pair; the rest are fields
+      name : of who is asked
+      request : with messages or a prompt, or a pair; the rest are fields
     """
     texts = [k for k in ('prompt', *PAIR_FIELDS) if request.get(k)]
     turns = request.get('messages', []) + [dict(role=k, content=request[k]) for k in texts]

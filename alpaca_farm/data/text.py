@@ -69,7 +69,7 @@ def build_prompt(
     """Write the text that a model continues; ValueError if the chat template refuses the turns.
 
     Parameters:
-      template: chat; alpaca; raw; auto: chat where the tokenizer has a template
+      template : chat; alpaca; raw; auto: chat where the tokenizer has a template
     """
     if uses_chat(tokenizer, template): return _chat_prompt(as_messages(record), tokenizer)
     if _continues_text(record, tokenizer, template): text = dialogue_text(record['messages'])
@@ -305,7 +305,7 @@ def encode_prompts(
     """Encode the prompt of each record; special tokens in its texts are spelt out.
 
     Parameters:
-      template: as of `build_prompt`
+      template : as of `build_prompt`
     """
     start = [] if uses_chat(tokenizer, template) else start_tokens(tokenizer)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -350,10 +350,10 @@ def encode_responses(
     """Encode responses as they follow their prompts, with the end of an answer where they `ended`.
 
     Parameters:
-      ended: whether an end is behind all, or each
-      template: as of `build_prompt`
-      records: whose responses they are; instructions if not given
-      closed: with what the template writes behind an end, where others read scores
+      ended : whether an end is behind all, or each
+      template : as of `build_prompt`
+      records : whose responses they are; instructions if not given
+      closed : with what the template writes behind an end, where others read scores
     """
     if not texts: return []
     if isinstance(ended, bool): ended = [ended] * len(texts)
@@ -384,8 +384,8 @@ def decode(
     """Read a response's tokens, without the thoughts before it; empty if they have no end.
 
     Parameters:
-      template: of the prompt, as of `build_prompt`
-      record: whose response it is
+      template : of the prompt, as of `build_prompt`
+      record : whose response it is
     """
     frame = _frame(tokenizer, template)
     end = end_token(tokenizer)   # which some tokenizers do not count as special
@@ -402,9 +402,9 @@ def pad(
     """Make ragged rows one tensor.
 
     Parameters:
-      rows: of token ids, of different lengths
-      value: in the gaps
-      side: where they are
+      rows : of token ids, of different lengths
+      value : in the gaps
+      side : where they are
     Returns: (rows, longest)
     """
     width = max(map(len, rows))
@@ -424,9 +424,9 @@ def collate(
     """Make prompts and responses a batch: `ids`, `mask` and `response`, each (batch, time).
 
     Parameters:
-      prompts: token ids of each
-      responses: and of its response
-      side: of the padding
+      prompts : token ids of each
+      responses : and of its response
+      side : of the padding
     """
     ids = []
     mask = []
@@ -447,8 +447,8 @@ def rollout_batch(
     """Make sampled responses, which all begin in the same column, a batch as of `collate`.
 
     Parameters:
-      prompts: token ids of each, padded on the left
-      responses: of each sampled response, padded on the right
+      prompts : token ids of each, padded on the left
+      responses : of each sampled response, padded on the right
     """
     empty = [[] for _ in prompts]
     left = collate(prompts, empty, pad_id, 'left')
@@ -465,10 +465,10 @@ def answer_batches(
     """Yield batches of distinct answers: row numbers of each, prompts, responses.
 
     Parameters:
-      prompts: token ids of each
-      responses: and of its response
-      size: the most answers in a batch
-      tokens: the most tokens, with padding; one answer may have more
+      prompts : token ids of each
+      responses : and of its response
+      size : the most answers in a batch
+      tokens : the most tokens, with padding; one answer may have more
     """
     rows = {}
     longest = {}
@@ -497,9 +497,9 @@ def check_limit(
     """Say how many examples are too long; ValueError if more than a fifth, naming a better limit.
 
     Parameters:
-      lengths: in tokens
-      what: the name of the examples
-      setting: that sets the limit
+      lengths : in tokens
+      what : the name of the examples
+      setting : that sets the limit
     """
     longer = sum(n > limit for n in lengths)
     text = f'{longer} of {len(lengths)} {what} are longer than {setting} = {limit} tokens'
@@ -517,9 +517,9 @@ def within_limit(
     """List the rows of the examples within the limit; print how many are not, ValueError for many.
 
     Parameters:
-      lengths: in tokens
-      what: their name
-      setting: that sets the limit
+      lengths : in tokens
+      what : their name
+      setting : that sets the limit
     """
     text = check_limit(lengths, limit, what, setting)
     rows = [i for i, n in enumerate(lengths) if n <= limit]
@@ -544,8 +544,8 @@ def check_positions(
     """Refuse with a ValueError a sequence that is longer than the model can read.
 
     Parameters:
-      length: in tokens
-      what: how the sequence is named in the message
+      length : in tokens
+      what : how the sequence is named in the message
     """
     limit = position_limit(policy)
     if length <= limit: return
@@ -565,10 +565,10 @@ def encode(
     """Encode the records that fit, with an end behind the responses that were not cut off.
 
     Parameters:
-      fields: with responses: `output`, or of pairs `output_1`, `output_2`
-      max_length: of a prompt with its longest response, in tokens
-      template: as of `build_prompt`
-      closed: as of `encode_responses`
+      fields : with responses: `output`, or of pairs `output_1`, `output_2`
+      max_length : of a prompt with its longest response, in tokens
+      template : as of `build_prompt`
+      closed : as of `encode_responses`
     Returns: rows that fit; their prompts; for each field, the responses
     """
     prompts = encode_prompts(records, tokenizer, template)

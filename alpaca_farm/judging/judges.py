@@ -100,9 +100,9 @@ def load_evaluators(
     """Read the annotators of a configuration; ValueError for one that cannot be asked.
 
     Parameters:
-      spec: a name that alpaca-eval ships, or a folder with a configs.yaml
-      models: the model to ask instead, by its name in the configuration
-      decoding: fields of all requests, instead of those in the configuration
+      spec : a name that alpaca-eval ships, or a folder with a configs.yaml
+      models : the model to ask instead, by its name in the configuration
+      decoding : fields of all requests, instead of those in the configuration
     """
     file = judge_config_file(spec)
     if file is None:
@@ -147,7 +147,7 @@ def fill_prompt(
     """Write a template's messages, with the fields of the pairs in its slots.
 
     Parameters:
-      pairs: as many as the template has slots of each name
+      pairs : as many as the template has slots of each name
     Returns: messages
     """
     rows = [dict(p, instruction=full_instruction(p), input='') for p in pairs]
@@ -187,8 +187,8 @@ def parse_verdicts(
     """Read an evaluator's preferences in its answer.
 
     Parameters:
-      answer: as the endpoint sent it
-      pairs: those shown: what an answer repeats from them is not its own words
+      answer : as the endpoint sent it
+      pairs : those shown: what an answer repeats from them is not its own words
     Returns: (batch_size,) from 1 to 2; nan for no verdict
     """
     shown = []
@@ -539,8 +539,8 @@ def load_annotators(
     """Load the judge or pool of a name; ValueError for any other name.
 
     Parameters:
-      spec: what a setting names: see the table
-      cfg: settings of the run; where it has none of an endpoint, their defaults
+      spec : what a setting names: see the table
+      cfg : settings of the run; where it has none of an endpoint, their defaults
     """
     return _judge_kind(spec).make(spec, cfg)
 
@@ -549,8 +549,8 @@ class JudgedConfig(Config):
     """Settings some of which name annotators.
 
     Settings:
-      out: run folder (default: )
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      out : run folder (default: )
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
 
     def check_path(self, name: str, value: str):
@@ -582,9 +582,9 @@ def check_known_names(
     """ValueError for a model or annotator that no configuration names, or for a negative weight.
 
     Parameters:
-      specs: the judges that settings name
-      models: each a model, equals sign, its replacement
-      weights: each an annotator, equals sign, its weight
+      specs : the judges that settings name
+      models : each a model, equals sign, its replacement
+      weights : each an annotator, equals sign, its weight
     """
     entries = {}
     for spec in specs:
@@ -617,9 +617,9 @@ def ask_annotators(
     """Ask each annotator about its pairs; those behind an endpoint are asked together.
 
     Parameters:
-      pairs: those that each annotator sees
-      seed: of the order in which a pair is shown, and of sampled answers
-      both_orders: ask in both orders and average, else in a random one
+      pairs : those that each annotator sees
+      seed : of the order in which a pair is shown, and of sampled answers
+      both_orders : ask in both orders and average, else in a random one
     Returns: on the pairs as they are
     """
     work = []     # (annotator, its pairs as shown)

@@ -65,7 +65,7 @@ def name_voter(
     """Name who voted in a row; empty if no column does.
 
     Parameters:
-      where: file and row; where given, a name must be a text or a number
+      where : file and row; where given, a name must be a text or a number
     """
     for field in ANNOTATOR_FIELDS:
         if row.get(field) in (None, ''): continue
@@ -312,10 +312,10 @@ def recorded_verdicts(
     """Read the judges of a file on the pairs that they compared; ValueError without any.
 
     Parameters:
-      file: verdicts of one or several judges
-      pattern: names of the judges to take, as `GPT-4*`; all when empty
-      sets: labelled pairs by the name of the set
-      pool: one name for all judges of the file if no two of them compared the same pair
+      file : verdicts of one or several judges
+      pattern : names of the judges to take, as `GPT-4*`; all when empty
+      sets : labelled pairs by the name of the set
+      pool : one name for all judges of the file if no two of them compared the same pair
     Returns: {(set, judge): Verdicts}
     """
     rows = [r for r in _read_verdicts(file) if fnmatch(r['judge'], pattern or '*')]

@@ -27,8 +27,8 @@ def flip_mask(
     """Draw the pairs whose labels are flipped; whether one is does not depend on the others.
 
     Parameters:
-      p: probability of a flip
-      seed: of the coins
+      p : probability of a flip
+      seed : of the coins
     Returns: (pairs,) bool
     """
     if not 0 <= p <= 1: raise ValueError(f'p = {p}: a flip rate is between 0 and 1')
@@ -44,9 +44,9 @@ def flip_labels(
     """Reverse some preferences, and measure the rate; ties stay as they are.
 
     Parameters:
-      preferences: preference records, hard or soft; None where there is no verdict
-      p: probability of a flip; AlpacaFarm trains on 0.25
-      seed: of the coins
+      preferences : preference records, hard or soft; None where there is no verdict
+      p : probability of a flip; AlpacaFarm trains on 0.25
+      seed : of the coins
     Returns: the records, and the share of labels that were flipped
     """
     given = [1.5 if r['preference'] is None else r['preference'] for r in preferences]
@@ -80,11 +80,11 @@ def sample_votes(
     """Draw votes of some annotators on each pair, each shown in a random order.
 
     Parameters:
-      chance: (annotators, 2, pairs) probability of output_2, from `both_orders`
-      pairs: the same pairs
-      votes: votes per pair; AlpacaFarm's cross-annotations have four
-      seed: of annotators, orders and coins
-      weights: (annotators,) relative frequency of each; equal when not given
+      chance : (annotators, 2, pairs) probability of output_2, from `both_orders`
+      pairs : the same pairs
+      votes : votes per pair; AlpacaFarm's cross-annotations have four
+      seed : of annotators, orders and coins
+      weights : (annotators,) relative frequency of each; equal when not given
     Returns: (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no verdict
     """
     if weights is None: weights = np.ones(len(chance))
@@ -119,8 +119,8 @@ def length_sign(
     """Measure by how much output_2 is longer.
 
     Parameters:
-      pairs: records with output_1, output_2
-      by: differences of at most this many characters do not count
+      pairs : records with output_1, output_2
+      by : differences of at most this many characters do not count
     Returns: (pairs,) difference in characters, 0 when small
     """
     d = np.array([len(r['output_2']) - len(r['output_1']) for r in pairs])
@@ -145,8 +145,8 @@ def cast_votes(
     """Decide preferences as votes.
 
     Parameters:
-      preferences: (annotators, 2, pairs) of a judge
-      seed: of the coins
+      preferences : (annotators, 2, pairs) of a judge
+      seed : of the coins
     Returns: (votes, 2, pairs) of 1, 1.5, 2 or nan
     """
     p = np.asarray(preferences, dtype=float)
@@ -284,8 +284,8 @@ def judge_measures(
     """Compute every measure of a judge; nan for one that cannot be computed.
 
     Parameters:
-      votes: (votes, 2, pairs) from `cast_votes`
-      people: (people, pairs) from `people_votes`
+      votes : (votes, 2, pairs) from `cast_votes`
+      people : (people, pairs) from `people_votes`
     """
     every = votes.reshape(-1, votes.shape[2])
     four = _four_votes(votes, traits.orders)
@@ -344,10 +344,10 @@ def bootstrap_measures(
     """Measure with 95 % intervals over instructions, nan for fewer than ten.
 
     Parameters:
-      measure: f(indices of pairs) -> {name: value}
-      pairs: pairs of one instruction are resampled together
-      n: bootstrap draws
-      seed: same seed, same draws
+      measure : f(indices of pairs) -> {name: value}
+      pairs : pairs of one instruction are resampled together
+      n : bootstrap draws
+      seed : same seed, same draws
     Returns: {name: Interval}
     """
     by_instruction = {}

@@ -47,7 +47,7 @@ def draw_annotator(
     """Draw the index of the annotator that sees a pair, by weight, from seed and pair alone.
 
     Parameters:
-      pool: or a single annotator
+      pool : or a single annotator
     """
     cut = pool_weights(pool).cumsum()
     u = hash_uniform(seed, 'annotator', *pair_identity(pair))
@@ -62,8 +62,8 @@ def annotator_order(
     """Draw the order of a pool's annotators for a pair: weighted, without replacement.
 
     Parameters:
-      pair: in either order
-      weights: of the annotators; one that weighs 0 is not drawn
+      pair : in either order
+      weights : of the annotators; one that weighs 0 is not drawn
     """
     text = pair_identity(pair)
     keys = {a: hash_uniform(seed, 'who', a, *text)**(1/w) for a, w in enumerate(weights) if w}
@@ -121,9 +121,9 @@ def report_missing(
     """Print how many questions to a judge, and which share, have no verdict, if any.
 
     Parameters:
-      judge: its name
-      missing: without a verdict
-      asked: in all
+      judge : its name
+      missing : without a verdict
+      asked : in all
     """
     if missing: print(f'{judge}: no verdict on {missing} of {asked} {what} ({missing/asked:.1%})')
 
@@ -137,9 +137,9 @@ def decide_vote(
     """Make a preference a vote by a coin that belongs to the pair; ties stay, and nan is None.
 
     Parameters:
-      preference: from 1 to 2, or nan
-      seed: of the coin
-      decide: whether a soft preference is decided
+      preference : from 1 to 2, or nan
+      seed : of the coin
+      decide : whether a soft preference is decided
     """
     if math.isnan(preference): return None
     if preference in (1, 1.5, 2) or not decide: return float(preference)
@@ -155,7 +155,7 @@ def both_orders(
     """Ask every annotator of a judge about each pair in both orders, nan where a verdict is missing.
 
     Parameters:
-      judge: an annotator or a pool
+      judge : an annotator or a pool
     Returns: (annotators, 2, pairs) as the pair is; [:, 1]: shown exchanged
     """
     members = pool_members(judge)
@@ -188,8 +188,8 @@ def answer_preferences(
     """Return each answer's preference over the references to its instruction, in both orders.
 
     Parameters:
-      references: each prompt once; others than those of the outputs are allowed
-      judge: an annotator or a pool
+      references : each prompt once; others than those of the outputs are allowed
+      judge : an annotator or a pool
     Returns: of each record (answers,); nan where a verdict is missing
     """
     rows = index_prompts(references, 'references')
@@ -212,7 +212,7 @@ def preferences_over(
     """Average each instruction's preferences over answers, references and both orders.
 
     Parameters:
-      judge: an annotator or a pool
+      judge : an annotator or a pool
     Returns: (instructions,); 2: the model always wins; nan: no verdict
     """
     ordered = match_prompts(outputs, references)

@@ -34,7 +34,7 @@ def mean_figures(
     """Average each figure.
 
     Parameters:
-      logged: of several steps, with the same names
+      logged : of several steps, with the same names
     """
     means = {}
     for name in logged[0]: means[name] = mean([r[name] for r in logged])
@@ -58,7 +58,7 @@ def win_rate(
     """Compute the win rate of the second outputs in percent, as AlpacaEval defines it.
 
     Parameters:
-      preferences: (N,) in [1, 2]
+      preferences : (N,) in [1, 2]
     Returns: AlpacaEval's names
     """
     p = check_preferences(preferences)
@@ -91,10 +91,10 @@ def bootstrap_draws(
     """Compute a statistic of `n` resamples of the rows.
 
     Parameters:
-      values: (N, ...), whose rows are resampled
-      statistic: f(sample, axis)
-      n: resamples
-      block: numbers in memory at a time
+      values : (N, ...), whose rows are resampled
+      statistic : f(sample, axis)
+      n : resamples
+      block : numbers in memory at a time
     Returns: (n, ...)
     """
     values = np.asarray(values, dtype=float)
@@ -117,9 +117,9 @@ def bootstrap(
     """Estimate a statistic of the rows with its 95 % percentile interval.
 
     Parameters:
-      values: (N, ...), whose rows are resampled
-      statistic: f(sample, axis)
-      n: resamples
+      values : (N, ...), whose rows are resampled
+      statistic : f(sample, axis)
+      n : resamples
     Returns: of floats, or of arrays if the statistic leaves further axes
     """
     draws = bootstrap_draws(values, statistic, n, seed)
@@ -137,9 +137,9 @@ def replicate_interval(
     """Average a statistic of R replicates, with its 95 % interval over replicates and instructions.
 
     Parameters:
-      values: (R, N, ...): replicates, instructions
-      statistic: f(sample, axis)
-      n: resamples of the instructions
+      values : (R, N, ...): replicates, instructions
+      statistic : f(sample, axis)
+      n : resamples of the instructions
     Returns: over the instructions alone if there is a single replicate
     """
     from scipy.special import stdtrit
@@ -161,7 +161,7 @@ def holm(
     """Adjust p-values for the number of hypotheses that are tested (Holm, 1979).
 
     Parameters:
-      p: (M,) p-values
+      p : (M,) p-values
     Returns: (M,), to be compared with the level of a single test
     """
     p = np.asarray(p, dtype=float)
@@ -193,8 +193,8 @@ def win_rate_interval(
     """Estimate the win rate of the second outputs in percent, also near 0 and 100 %.
 
     Parameters:
-      preferences: (N,) in [1, 2]
-      n: resamples
+      preferences : (N,) in [1, 2]
+      n : resamples
     """
     won = np.asarray(preferences, dtype=float) - 1
     rate = won.mean()
@@ -228,9 +228,9 @@ def spearman_interval(
     """Correlate the ranks of the methods' means under two judges.
 
     Parameters:
-      first: (N, M) or (R, N, M): one judge's values of M methods on N instructions
-      second: another judge's, of the same shape
-      n: resamples
+      first : (N, M) or (R, N, M): one judge's values of M methods on N instructions
+      second : another judge's, of the same shape
+      n : resamples
     Returns: the mean over R replicates where there are several
     """
     both = np.stack([first, second], axis=-2)   # (..., N, 2, M)
@@ -245,7 +245,7 @@ def one_hot_votes(
     """Turn votes into one-hot columns for first, tie, second; ValueError for another value.
 
     Parameters:
-      votes: (annotators, items) of 1, 1.5 or 2, nan where there is none
+      votes : (annotators, items) of 1, 1.5 or 2, nan where there is none
     Returns: (annotators, 3, items)
     """
     votes = np.asarray(votes, dtype=float)
@@ -263,7 +263,7 @@ def vote_mode(
     """Compute the probability that each vote is the mode, ties broken at random.
 
     Parameters:
-      counts: (..., 3, items) of votes for first, tie, second
+      counts : (..., 3, items) of votes for first, tie, second
     Returns: the same; zero for items without votes
     """
     top = (counts == counts.max(-2, keepdims=True)) & (counts > 0)
@@ -277,8 +277,8 @@ def agreement(
     """Compute the accuracy of single votes against the mode of all people but one.
 
     Parameters:
-      votes: (annotators, items)
-      people: (people, items); None: those who cast the votes (AlpacaFarm's agreement)
+      votes : (annotators, items)
+      people : (people, items); None: those who cast the votes (AlpacaFarm's agreement)
     """
     own = one_hot_votes(votes)
     others = own if people is None else one_hot_votes(people)
@@ -302,8 +302,8 @@ def bias(
     """Compute the error of the mode of an annotator's votes against that of the people's.
 
     Parameters:
-      votes: (repetitions, items) of an annotator
-      people: (people, items)
+      votes : (repetitions, items) of an annotator
+      people : (people, items)
     Returns: an overestimate if either has few votes
     """
     own = vote_mode(one_hot_votes(votes).sum(0))
@@ -320,8 +320,8 @@ def two_votes_agree(
     """Compute how often the votes of two annotators on the same pair are the same.
 
     Parameters:
-      one: (pairs, annotators) preferences in [1, 2]
-      other: (pairs, others)
+      one : (pairs, annotators) preferences in [1, 2]
+      other : (pairs, others)
     Returns: (annotators, others)
     """
     p = one - 1
@@ -336,8 +336,8 @@ def best_of_n_weights(
     """Compute the probability that each sample is the best of `n`, equal scores sharing it.
 
     Parameters:
-      scores: (..., N) of the proxy on a prompt's samples
-      n: drawn without replacement
+      scores : (..., N) of the proxy on a prompt's samples
+      n : drawn without replacement
     Returns: (..., N), in the samples' order
     """
     from scipy.stats import rankdata
@@ -363,9 +363,9 @@ def best_of_n_value(
     """Compute the expected value of the best of `n` samples of each prompt.
 
     Parameters:
-      scores: (..., N) of the proxy that chooses
-      values: (..., N): a utility, win rate, length, or the scores themselves
-      n: samples chosen from
+      scores : (..., N) of the proxy that chooses
+      values : (..., N): a utility, win rate, length, or the scores themselves
+      n : samples chosen from
     Returns: (...)
     """
     return (best_of_n_weights(scores, n)*np.asarray(values, dtype=float)).sum(-1)
@@ -384,7 +384,7 @@ def kl_best_of_n_estimate(
     """Estimate the divergence where samples repeat (Beirami et al., 2024, section 4).
 
     Parameters:
-      logprob: (...) of whole chosen answers
+      logprob : (...) of whole chosen answers
     Returns: (...) in nats, to be averaged over the answers
     """
     epsilon = np.exp(np.minimum(np.asarray(logprob, dtype=float), -1e-12))
@@ -404,9 +404,9 @@ def tilted_weights(
     """Weigh samples by exp(reward / beta), for the beta that reaches a mean; ValueError if none can.
 
     Parameters:
-      rewards: (instructions, N) of samples of the policy before training
-      target: the mean reward under the weights
-      least: effective samples that the median instruction must keep
+      rewards : (instructions, N) of samples of the policy before training
+      target : the mean reward under the weights
+      least : effective samples that the median instruction must keep
     Returns: (instructions, N), with a sum of 1 for each instruction
     """
     from scipy.optimize import brentq

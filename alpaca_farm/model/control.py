@@ -21,10 +21,10 @@ def add_tokens(
     """Add tokens where they are not there, for prompts only, at the mean of the others; their ids.
 
     Parameters:
-      policy: changed in place, and its tokenizer
-      names: such as '<good>'
-      seed: of the embeddings' noise
-      jitter: of the noise, in standard deviations of each dimension
+      policy : changed in place, and its tokenizer
+      names : such as '<good>'
+      seed : of the embeddings' noise
+      jitter : of the noise, in standard deviations of each dimension
     """
     model = policy.model
     tokenizer = policy.tokenizer
@@ -57,10 +57,10 @@ def prepend_tokens(
     """Begin prompts with a control token.
 
     Parameters:
-      prompts: token ids
-      tokens: a control token for all of them, or one for each
-      tokenizer: whose BOS stays in front
-      times: that the token is repeated
+      prompts : token ids
+      tokens : a control token for all of them, or one for each
+      tokenizer : whose BOS stays in front
+      times : that the token is repeated
     """
     if isinstance(tokens, int): tokens = [tokens] * len(prompts)
     longer = []
@@ -78,9 +78,9 @@ def set_control_prefix(
     """Make every prompt of a tokenizer begin with a control token.
 
     Parameters:
-      tokenizer: changed in place; what is saved of it keeps the prefix
-      name: the token
-      times: that it is repeated
+      tokenizer : changed in place; what is saved of it keeps the prefix
+      name : the token
+      times : that it is repeated
     """
     prefix = name * times
     tokenizer.init_kwargs['control'] = prefix

@@ -34,9 +34,9 @@ def token_logprobs(
     """Compute the log-probs of tokens.
 
     Parameters:
-      logits: (..., V)
-      tokens: (...)
-      temperature: at which they were sampled
+      logits : (..., V)
+      tokens : (...)
+      temperature : at which they were sampled
     Returns: (...) float32 or float64, differentiable
     """
     logp = _scale_logits(logits, temperature).log_softmax(-1)
@@ -53,11 +53,11 @@ def head_logits(
     """Compute a language model's logits from its last states.
 
     Parameters:
-      hidden: (..., D)
-      weight: (V, D)
-      bias: (V,)
-      scale: factor of all logits
-      cap: they stay below it, softly; 0: no cap
+      hidden : (..., D)
+      weight : (V, D)
+      bias : (V,)
+      scale : factor of all logits
+      cap : they stay below it, softly; 0: no cap
     Returns: (..., V)
     """
     logits = F.linear(hidden, weight, bias)
@@ -76,11 +76,11 @@ def selected_logprobs(
     """Compute log-probs of tokens without all N x V logits in memory.
 
     Parameters:
-      hidden: (N, D) last states of the positions that predict the tokens
-      weight: (V, D) of the head
-      tokens: (N,)
-      temperature: at which they were sampled
-      chunk: rows whose logits are in memory; 0: as many as take 128 MB
+      hidden : (N, D) last states of the positions that predict the tokens
+      weight : (V, D) of the head
+      tokens : (N,)
+      temperature : at which they were sampled
+      chunk : rows whose logits are in memory; 0: as many as take 128 MB
     Returns: (N,), differentiable in hidden, weight and bias
     """
     if hidden.ndim != 2 or weight.ndim != 2 or tokens.shape != hidden.shape[:1]:
@@ -108,8 +108,8 @@ def masked_mean(
     """Compute the mean of the values that count; of nothing it is 0.
 
     Parameters:
-      mask: not 0 where a value counts; broadcasts
-      dim: None: over all dimensions
+      mask : not 0 where a value counts; broadcasts
+      dim : None: over all dimensions
     """
     count = mask.bool().expand(x.shape).sum(dim)
     return torch.where(mask.bool(), x, 0).sum(dim)/count.clamp(min=1)
@@ -135,9 +135,9 @@ def masked_whiten(
     """Scale to variance 1; the distance from the mean is 0 where there is no spread.
 
     Parameters:
-      mask: not 0 where a value counts; elsewhere the result is 0
-      shift_mean: to 0; not of rewards, whose sign matters
-      eps: added to the variance
+      mask : not 0 where a value counts; elsewhere the result is 0
+      shift_mean : to 0; not of rewards, whose sign matters
+      eps : added to the variance
     """
     mean = masked_mean(x, mask)
     white = (x - mean)*(masked_var(x, mask) + eps).rsqrt()
@@ -163,9 +163,9 @@ def kl_estimate(
     """Estimate the divergence from the reference by each token (Schulman, 2020).
 
     Parameters:
-      logp: of sampled tokens under the policy, of any shape
-      ref_logp: under the reference
-      kind: a name of `KL_KINDS`
+      logp : of sampled tokens under the policy, of any shape
+      ref_logp : under the reference
+      kind : a name of `KL_KINDS`
     """
     if kind not in KL_KINDS: raise ValueError(f'kl kind {kind!r} is none of {", ".join(KL_KINDS)}')
     return KL_KINDS[kind](logp - ref_logp)
@@ -182,11 +182,11 @@ def gae(
     """Compute advantages and returns (Schulman et al., 2016).
 
     Parameters:
-      rewards: (B, T) of tokens
-      values: (B, T) returns that were expected *before* each token
-      mask: (B, T) with at most one contiguous stretch in a row
-      gamma: discount
-      lam: 0: errors of one step; 1: of the whole return
+      rewards : (B, T) of tokens
+      values : (B, T) returns that were expected *before* each token
+      mask : (B, T) with at most one contiguous stretch in a row
+      gamma : discount
+      lam : 0: errors of one step; 1: of the whole return
     Returns: (B, T) each, 0 outside of the mask
     """
     mask = mask.bool()

@@ -160,9 +160,9 @@ def read(self: DecodingState,
     """Read the prompts, each once, and repeat them by `rows`.
 
     Parameters:
-      prompts: all are read
-      rows: the prompt of each row
-      longest: tokens of a prompt and its answer
+      prompts : all are read
+      rows : the prompt of each row
+      longest : tokens of a prompt and its answer
     """
     device = self.model.device
     ids = pad(prompts, 0, 'left').to(device)
@@ -276,10 +276,10 @@ def start_decoding(
     """Read prompts, each once, for rows that are then fed token by token.
 
     Parameters:
-      prompts: all are read
-      rows: the prompt of each row
-      longest: tokens of a prompt and its answer
-      fixed: keep tensors in their places, where the model's mask allows it
+      prompts : all are read
+      rows : the prompt of each row
+      longest : tokens of a prompt and its answer
+      fixed : keep tensors in their places, where the model's mask allows it
     """
     state = DecodingState(policy)
     state.read(prompts, rows, longest)
@@ -350,9 +350,9 @@ def cut_sample(
     """Cut one row after its first end token; ValueError if the model has diverged.
 
     Parameters:
-      tokens: (T,)
-      logps: (T,)
-      ends: end tokens
+      tokens : (T,)
+      logps : (T,)
+      ends : end tokens
     """
     stops = np.isin(tokens, ends).nonzero()[0]
     size = stops[0] + 1 if len(stops) else len(tokens)
@@ -383,7 +383,7 @@ def check_sampling(
     """Raise ValueError for a prompt that the model cannot read.
 
     Parameters:
-      max_new_tokens: of the answer, which the model has to read as well
+      max_new_tokens : of the answer, which the model has to read as well
     """
     model = policy.model
     if 'past_key_values' not in signature(model.forward).parameters:
@@ -434,13 +434,13 @@ def generate(
     """Sample answers to prompts; ValueError for a prompt that the model cannot read.
 
     Parameters:
-      policy: its tokenizer is read for end tokens, where it has one
-      prompts: token ids
-      n: samples of each prompt
-      temperature: 0 is greedy
-      top_p: sample from the likeliest tokens of this probability; 1: from all
-      top_k: and from this many; 0: from all
-      batch_size: sequences beside each other; 0: by memory
+      policy : its tokenizer is read for end tokens, where it has one
+      prompts : token ids
+      n : samples of each prompt
+      temperature : 0 is greedy
+      top_p : sample from the likeliest tokens of this probability; 1: from all
+      top_k : and from this many; 0: from all
+      batch_size : sequences beside each other; 0: by memory
     Returns: n of each prompt
     """
     longest = max(map(len, prompts), default=0) + max_new_tokens

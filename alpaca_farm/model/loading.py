@@ -150,7 +150,7 @@ def place_model(
     """Put a model on its device, without dropout; one thread for a small one on the CPU.
 
     Parameters:
-      model: of transformers
+      model : of transformers
     """
     device = device_of(cfg)
     small = sum(p.numel() for p in model.parameters()) < 50e6
@@ -183,9 +183,9 @@ def load_tokenizer(
     an answer's end is not among the model's tokens.
 
     Parameters:
-      spec: as for `model_path`
-      model: which must know its tokens
-      arguments: of its chat template
+      spec : as for `model_path`
+      model : which must know its tokens
+      arguments : of its chat template
     """
     from jinja2 import TemplateSyntaxError
     from transformers import AutoTokenizer
@@ -231,7 +231,7 @@ def loading_options(
     """Choose a model's kernel and precision; ImportError for 4 bits without bitsandbytes.
 
     Parameters:
-      train: whether it is trained, or compared with one that is
+      train : whether it is trained, or compared with one that is
     """
     from transformers import BitsAndBytesConfig
     master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
@@ -353,9 +353,9 @@ def load_model(
     """Load a model; ValueError if that fails, or weights are missing.
 
     Parameters:
-      kind: a class of transformers
-      spec: as for `model_path`; an adapter is added to the weights
-      fresh: weights that may be missing
+      kind : a class of transformers
+      spec : as for `model_path`; an adapter is added to the weights
+      fresh : weights that may be missing
     """
     named = spec
     folder = _model_folder(spec)

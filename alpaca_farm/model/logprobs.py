@@ -104,10 +104,10 @@ def load_policy(
     """Load a causal language model and its tokenizer.
 
     Parameters:
-      spec: run folder, model folder, GGUF file or name on the hub
-      cfg: its device and precision, and the adapter if it has one
-      train: in the precision of training, with an adapter if one is asked for
-      frozen: with `train`: as it is compared with one that is trained
+      spec : run folder, model folder, GGUF file or name on the hub
+      cfg : its device and precision, and the adapter if it has one
+      train : in the precision of training, with an adapter if one is asked for
+      frozen : with `train`: as it is compared with one that is trained
     """
     from transformers import AutoModelForCausalLM
     model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train))
@@ -140,9 +140,9 @@ def load_scalar(
     """Load a model with a scalar head and its tokenizer.
 
     Parameters:
-      spec: a policy or a scalar model, as for `load_policy`
-      head: the saved head; 'zero' or 'normal': a fresh one
-      train: ValueError for an encoder
+      spec : a policy or a scalar model, as for `load_policy`
+      head : the saved head; 'zero' or 'normal': a fresh one
+      train : ValueError for an encoder
     """
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
@@ -185,8 +185,8 @@ def scalar_on(
     """Make a scalar model on the frozen weights of a policy, with an adapter of its own.
 
     Parameters:
-      name: of the new adapter
-      spec: the reward model whose adapter it is; empty: a fresh one, with a head of zeros
+      name : of the new adapter
+      spec : the reward model whose adapter it is; empty: a fresh one, with a head of zeros
     Returns: None if the policy has no adapter, or the reward model other weights
     """
     base = folder = policy.base
@@ -227,10 +227,10 @@ def hidden_states(
     """Compute the last layer's states, before the head.
 
     Parameters:
-      ids: (B, T)
-      mask: (B, T), 1 at real tokens
-      response: (B, T), 1 at answers, whose prompts are shared
-      read: (B, T), 1 at the states that are used; None: all
+      ids : (B, T)
+      mask : (B, T), 1 at real tokens
+      response : (B, T), 1 at answers, whose prompts are shared
+      read : (B, T), 1 at the states that are used; None: all
     Returns: (B, T, hidden), arbitrary at padding
     """
     packed = None
@@ -287,9 +287,9 @@ def logprobs(
     """Compute log p of each response token given the tokens before it, in nats.
 
     Parameters:
-      batch: ids, mask, response: (B, T) each
-      temperature: divides the logits, as when sampling
-      states: (B, T, hidden) of `answer_states`, if known already
+      batch : ids, mask, response: (B, T) each
+      temperature : divides the logits, as when sampling
+      states : (B, T, hidden) of `answer_states`, if known already
     Returns: (B, T), zero outside of the response
     """
     if states is None: states = answer_states(policy, batch)
@@ -310,7 +310,7 @@ def sequence_logprobs(
     """Compute log p of each whole response, in one forward pass.
 
     Parameters:
-      batch: ids, mask, response: (..., T) each
+      batch : ids, mask, response: (..., T) each
     Returns: (...), differentiable
     """
     shape = batch['ids'].shape
@@ -349,9 +349,9 @@ def response_logprobs(
     """Compute log p of each whole response given its prompt, without gradients.
 
     Parameters:
-      prompts: N
-      responses: N
-      size: responses in a forward pass; 0: by memory
+      prompts : N
+      responses : N
+      size : responses in a forward pass; 0: by memory
     Returns: (N,) float32 on the CPU, in nats
     """
     def compute(prompts, responses):
@@ -391,9 +391,9 @@ def next_log_odds(
     """Compute the log-odds of the second of two tokens as the next behind each prompt.
 
     Parameters:
-      prompts: N
-      tokens: N pairs
-      size: prompts in a forward pass; 0: by memory
+      prompts : N
+      tokens : N pairs
+      size : prompts in a forward pass; 0: by memory
     Returns: (N,) float32 on the CPU, in nats
     """
     def compute(prompts, pairs): return _log_odds(policy, _last_states(policy, prompts), pairs)
@@ -421,9 +421,9 @@ def sequence_scores(
     """Score each row by the scalar head, and by the likelihood of its response.
 
     Parameters:
-      ids: (B, T)
-      mask: (B, T)
-      response: (B, T), read if the model's config asks for it
+      ids : (B, T)
+      mask : (B, T)
+      response : (B, T), read if the model's config asks for it
     Returns: (B,)
     """
     weight = getattr(policy.config, 'likelihood', 0.)
@@ -454,8 +454,8 @@ def values(
     """Compute V of the state in which each response token is chosen, in units of `mean` and `std`.
 
     Parameters:
-      batch: ids, mask, response: (B, T) each
-      states: (B, T, hidden) of `answer_states`, if known already
+      batch : ids, mask, response: (B, T) each
+      states : (B, T, hidden) of `answer_states`, if known already
     Returns: (B, T), zero outside of the response
     """
     if states is None: states = answer_states(policy, batch)
@@ -549,9 +549,9 @@ def save_model(
     """Write a model, its tokenizer and its card, completely or not at all.
 
     Parameters:
-      run: the run whose folder it is written into
-      name: of its folder
-      whole: of a model with an adapter: write the whole model as well
+      run : the run whose folder it is written into
+      name : of its folder
+      whole : of a model with an adapter: write the whole model as well
     """
     if policy.adapter is not None:
         own = 'adapter' if name == 'model' else name

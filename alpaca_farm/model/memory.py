@@ -41,8 +41,8 @@ def pass_limits(
     """Bound what a forward pass without gradients reads.
 
     Parameters:
-      rows: as many, whatever their length; 0: `forward_batch`, or by memory
-      cached: keys and values are kept
+      rows : as many, whatever their length; 0: `forward_batch`, or by memory
+      cached : keys and values are kept
     Returns: rows, tokens
     """
     rows = rows or policy.forward_batch

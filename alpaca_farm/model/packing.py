@@ -35,10 +35,10 @@ def pack(
     """Pack a batch, each prompt once; None where a row exceeds `window`, or that saves too little.
 
     Parameters:
-      ids: (B, T), tokens of a padded batch
-      mask: (B, T), 1 at real tokens
-      response: (B, T), 1 at answers' tokens, which end the rows
-      window: the most tokens of a row
+      ids : (B, T), tokens of a padded batch
+      mask : (B, T), 1 at real tokens
+      response : (B, T), 1 at answers' tokens, which end the rows
+      window : the most tokens of a row
     """
     ids = ids.cpu()
     real = mask.bool().cpu()

@@ -122,8 +122,8 @@ def add_adapter(
     """Add an adapter to a model, which is frozen; adapters that it has stay as they are.
 
     Parameters:
-      config: of `lora_config`
-      seed: by which A is drawn
+      config : of `lora_config`
+      seed : by which A is drawn
     Returns: with the adapter, on the same weights
     """
     from peft import inject_adapter_in_model
@@ -280,9 +280,9 @@ def load_adapter(
     """Replace a policy's own weights by those in a folder; ValueError if they do not fit.
 
     Parameters:
-      policy: with an adapter
-      folder: of an adapter
-      fresh: ends of the names of weights that stay
+      policy : with an adapter
+      folder : of an adapter
+      fresh : ends of the names of weights that stay
     """
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
         saved = {name: f.get_tensor(name) for name in f.keys()}
@@ -335,9 +335,9 @@ def add_saved(
     """Add a saved adapter to a model, with its head and its new tokens.
 
     Parameters:
-      name: of the adapter in the model
-      folder: where it was saved
-      fresh: ends of the names of weights that are not taken from it
+      name : of the adapter in the model
+      folder : where it was saved
+      fresh : ends of the names of weights that are not taken from it
     Returns: with the adapter, on the same weights
     """
     from peft import LoraConfig

@@ -38,8 +38,8 @@ def label_tokens(
     """Split the tokens of a prompt with each label behind it: those shared, those of each label.
 
     Parameters:
-      prompt: a text, or messages
-      labels: texts that may stand behind it
+      prompt : a text, or messages
+      labels : texts that may stand behind it
     """
     if isinstance(prompt, str):
         rows = [prompt_tokens(prompt + label, tokenizer) for label in labels]
@@ -86,9 +86,9 @@ class LocalWriter:
         """Sample a text for each prompt; none for a prompt that is too long.
 
         Parameters:
-          prompts: texts or lists of messages
-          keys: of each prompt; the first one decides the random numbers
-          stop: for endpoints; here a text goes on behind them
+          prompts : texts or lists of messages
+          keys : of each prompt; the first one decides the random numbers
+          stop : for endpoints; here a text goes on behind them
         """
         cfg = self.cfg
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
@@ -153,9 +153,9 @@ class ServedWriter:
         """Read answers, None where a request is refused or unread; ValueError for failures to repeat.
 
         Parameters:
-          prompts: texts or lists of messages
-          fields: the rest of each request
-          read: of an index and an answer: what it says; None: it cannot be read
+          prompts : texts or lists of messages
+          fields : the rest of each request
+          read : of an index and an answer: what it says; None: it cannot be read
         """
         requests = []
         for prompt, rest in zip(prompts, fields):
@@ -179,9 +179,9 @@ class ServedWriter:
         """Sample a text for each prompt; none where the request is refused.
 
         Parameters:
-          prompts: texts or lists of messages
-          keys: of each prompt, from which its seed is derived
-          stop: texts behind which nothing is written
+          prompts : texts or lists of messages
+          keys : of each prompt, from which its seed is derived
+          stop : texts behind which nothing is written
         """
         cfg = self.cfg
         same = dict(model=self.model, max_tokens=cfg.max_new_tokens,

@@ -64,10 +64,10 @@ def default_of(
     """Compute a default from the number of weights.
 
     Parameters:
-      name: the setting
-      large: its values, of `by_size`
-      weights: of the model
-      lora: whether adapters are trained
+      name : the setting
+      large : its values, of `by_size`
+      weights : of the model
+      lora : whether adapters are trained
     """
     if not name.endswith('learning_rate'): return toy if weights < 1e7 else large
     rate = toy*(large/toy)**(math.log(max(1, weights/1e6))/math.log(7000))
@@ -87,10 +87,10 @@ def fitted(
     """Fit the settings that were left open to the data.
 
     Parameters:
-      settings: all of a run; those left open have their default by size
-      left_open: the toy's and the large model's value of each left open
-      longest: tokens that most texts do not exceed, by the limit's name
-      examples: records that are learned from
+      settings : all of a run; those left open have their default by size
+      left_open : the toy's and the large model's value of each left open
+      longest : tokens that most texts do not exceed, by the limit's name
+      examples : records that are learned from
     Returns: the values of the settings that were left open
     """
     values = dict(settings)

@@ -142,7 +142,7 @@ def file_hash(
     """Compute SHA-256 of a file's content; that of a large file is computed once.
 
     Parameters:
-      again: read a large file, even if it seems to be unchanged
+      again : read a large file, even if it seems to be unchanged
     """
     stat = path.stat()
     if stat.st_size < 2**20: return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -189,7 +189,7 @@ def append_lines(
     """Append records as JSON lines to the first bytes of a file.
 
     Parameters:
-      size: bytes of the file that count; what follows them is cut off
+      size : bytes of the file that count; what follows them is cut off
     Returns: the file's new size
     """
     path.parent.mkdir(parents=True, exist_ok=True)

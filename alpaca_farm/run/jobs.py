@@ -49,13 +49,13 @@ def study_job(
     """Make the job of a study for a recipe.
 
     Parameters:
-      name: of the run, in the study's folder
-      kind: what it is: a notebook, or an entry of the recipes
-      reads: runs of the study by the setting that names them
-      folder: of the study
-      cost: approximate CPU seconds
-      seed: the study's, added to the recipe's
-      sizes: settings of a smaller study, by notebook or kind
+      name : of the run, in the study's folder
+      kind : what it is: a notebook, or an entry of the recipes
+      reads : runs of the study by the setting that names them
+      folder : of the study
+      cost : approximate CPU seconds
+      seed : the study's, added to the recipe's
+      sizes : settings of a smaller study, by notebook or kind
     Returns: settings of this run alone
     """
     notebook, settings = recipe(kind)
@@ -110,8 +110,8 @@ def this_machine(
     """Return this machine as a place for jobs; ValueError if it has too few GPUs.
 
     Parameters:
-      workers: jobs at a time; 0 for as many as there are cores, or GPUs for
-      gpus: of each job
+      workers : jobs at a time; 0 for as many as there are cores, or GPUs for
+      gpus : of each job
     """
     if not gpus:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
@@ -148,7 +148,7 @@ def slurm(
     """Return Slurm as a place for jobs; RuntimeError where there is none.
 
     Parameters:
-      cluster: or another of submitit's, such as `local`
+      cluster : or another of submitit's, such as `local`
     """
     import submitit
     executor = submitit.AutoExecutor(at_root('runs/slurm'), cluster=cluster)
@@ -299,10 +299,10 @@ def run_jobs(
     """Run all jobs, each after those it needs; returns a line for each failure.
 
     Parameters:
-      workers: jobs at a time; 0 for as many as the place takes
-      name: in the live line
-      place: of `PLACES`; empty for this machine
-      gpus: of each job; 0 leaves it those that this process sees
+      workers : jobs at a time; 0 for as many as the place takes
+      name : in the live line
+      place : of `PLACES`; empty for this machine
+      gpus : of each job; 0 leaves it those that this process sees
     """
     table = _Table(_longest_first(jobs), _place(place, workers, gpus), time.monotonic())
     try:
@@ -326,9 +326,9 @@ def run_or_fail(
     """Run all jobs; RuntimeError with a line for each failure.
 
     Parameters:
-      workers: jobs at a time; 0 for as many as the place takes
-      name: in the live line
-      what: what has failed then, such as the study
+      workers : jobs at a time; 0 for as many as the place takes
+      name : in the live line
+      what : what has failed then, such as the study
     """
     failed = run_jobs(jobs, workers, name, **more)
     if failed: raise RuntimeError(f'{what} failed:\n' + '\n'.join(failed))
@@ -351,11 +351,11 @@ def sweep(
     """Run a notebook with every combination of values; RuntimeError if some runs failed.
 
     Parameters:
-      grid: a list of values by setting
-      out: folder of the runs; empty for runs/<notebook>_sweep
-      workers: runs at a time; 0 for as many as the place takes
-      gpus: of each run
-      place: of `PLACES`; empty for this machine
+      grid : a list of values by setting
+      out : folder of the runs; empty for runs/<notebook>_sweep
+      workers : runs at a time; 0 for as many as the place takes
+      gpus : of each run
+      place : of `PLACES`; empty for this machine
     """
     import pandas as pd
     if not notebook_path(notebook): raise ValueError(f'{notebook!r}: nbs has no such notebook')

@@ -58,8 +58,8 @@ def in_parts(
     """Compute `f(*lists)` in all processes, each on its share of the rows.
 
     Parameters:
-      f: lists -> one result for each row
-      lists: of the same length
+      f : lists -> one result for each row
+      lists : of the same length
     """
     k, n = rank()
     if n == 1: return f(*lists)
@@ -104,7 +104,7 @@ def join_ranks(
     """Join the other processes of a run that a launcher has started; only the first prints.
 
     Parameters:
-      several: whether several processes may share its run
+      several : whether several processes may share its run
     """
     if _here.count > 1 or int(os.environ.get('WORLD_SIZE', 1)) == 1: return
     if not several: raise ValueError(f'{cfg.out}: this run takes a single process')

@@ -104,8 +104,8 @@ class Progress:
         """Redraw the line.
 
         Parameters:
-          over: whether this is the last one
-          step: the bar's
+          over : whether this is the last one
+          step : the bar's
         """
         shown = {'text/plain': line}
         if 'JPY_SESSION_NAME' in os.environ:
@@ -132,7 +132,7 @@ def passes(
     """Yield the items one by one; the live line tells how many are done.
 
     Parameters:
-      patience: seconds between two lines, and before the first
+      patience : seconds between two lines, and before the first
     """
     items = list(items)
     line = Progress.live

@@ -242,8 +242,8 @@ def check_weights(
     """ValueError for weights that a finished run has left otherwise; `model-<step>` may be deleted.
 
     Parameters:
-      run: folder of a finished run; any other has none
-      again: read large files, even if they seem to be unchanged
+      run : folder of a finished run; any other has none
+      again : read large files, even if they seem to be unchanged
     """
     summary = run/'summary.json'
     files = read_signed(summary).get('files', {}) if summary.is_file() and run_config(run) else {}
@@ -270,7 +270,7 @@ def content_hash(
     """Hash a file, folder or `module:name`; ValueError for weights that their run left otherwise.
 
     Parameters:
-      again: read the weights of runs, even if they seem to be unchanged
+      again : read the weights of runs, even if they seem to be unchanged
     Returns: the source itself if it is none of these
     """
     if not source: return ''
@@ -342,8 +342,8 @@ def describe_run(
     """Collect the content of `config.json`: settings, code, inputs, versions and fingerprint.
 
     Parameters:
-      train: the function that makes the run
-      reads: run folders it reads in addition to those named in its settings
+      train : the function that makes the run
+      reads : run folders it reads in addition to those named in its settings
     """
     given = cfg.changed()
     for name in ('out', 'tracker'): given.pop(name, None)   # of a run that is rebuilt
@@ -368,7 +368,7 @@ def why_stale(
     """Say why a run is not fresh, in words that follow its name; empty if it is.
 
     Parameters:
-      given: settings that the run must have, beyond the defaults; None for any
+      given : settings that the run must have, beyond the defaults; None for any
     """
     @cache   # runs have inputs in common
     def reason(folder: Path) -> str:
@@ -453,9 +453,9 @@ def start_notebook(
     """Start a notebook of this project in a process of its own, here or on a cluster.
 
     Parameters:
-      out: run folder
-      variables: of the environment
-      submit: takes a function and its arguments, and returns a future
+      out : run folder
+      variables : of the environment
+      submit : takes a function and its arguments, and returns a future
     """
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -584,7 +584,7 @@ def changes(
     """Compute how a record's figures have changed: the loss of five steps in units of the first.
 
     Parameters:
-      past: earlier values, by figure
+      past : earlier values, by figure
     """
     found = {}
     for name in record.keys() & past.keys():
@@ -610,8 +610,8 @@ def few_steps(
     """Return the steps of a run, and what would make them more: more data behind the rule of size.
 
     Parameters:
-      cfg: of a training
-      steps: optimiser steps that it takes
+      cfg : of a training
+      steps : optimiser steps that it takes
     """
     ruled = cfg.batch_size <= 4 and cfg.epochs >= 3
     remedy = 'it takes more examples' if ruled else 'lower batch_size, or raise epochs'
@@ -969,9 +969,9 @@ def start(
     """Find or begin the run of these settings; it is `done` if it was finished before.
 
     Parameters:
-      train: the function whose code is the run's
-      reads: run folders it reads in addition to those named in its settings
-      several: whether several processes may share it
+      train : the function whose code is the run's
+      reads : run folders it reads in addition to those named in its settings
+      several : whether several processes may share it
     """
     join_ranks(cfg, several)
     folder = at_root(cfg.out)
@@ -1008,9 +1008,9 @@ def makes_run(
     """Make of a function of settings and a run the method of its notebook, and its command line.
 
     Parameters:
-      settings: class of the notebook's settings
-      several: whether several processes may share a run
-      reads: what else a run reads, from its settings
+      settings : class of the notebook's settings
+      several : whether several processes may share a run
+      reads : what else a run reads, from its settings
     """
     def frame(make):
         @wraps(make)
@@ -1032,9 +1032,9 @@ def write_csv(
     """Write a table into a run folder as CSV.
 
     Parameters:
-      run: whose folder it is written to
-      name: of the file
-      table: a DataFrame
+      run : whose folder it is written to
+      name : of the file
+      table : a DataFrame
     """
     options = dict(index=False, float_format='%.4f') | options
     with atomic_write(run.path(name)) as path: table.to_csv(path, **options)
@@ -1048,9 +1048,9 @@ def write_figure(
     """Write a figure into a run folder as PNG, and close it.
 
     Parameters:
-      run: whose folder it is written to
-      name: of the file
-      fig: of matplotlib
+      run : whose folder it is written to
+      name : of the file
+      fig : of matplotlib
     """
     import matplotlib.pyplot as plt
     with atomic_write(run.path(name)) as path: fig.savefig(path, dpi=150, format='png')

@@ -29,15 +29,15 @@ class PromptConfig(Config):
     """Settings of prompts, and of the length of answers.
 
     Settings:
-      out: run folder (default: )
-      max_new_tokens: longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+      out : run folder (default: )
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
-      max_prompt: longer prompts are left out, counted and reported (default: by size, 64 for a toy,
-        256 for a large model)
-      template: prompt format: the tokenizer's chat template if any, else alpaca (default: auto)
-      template_arguments: of the policy's chat template, such as {"enable_thinking": true} (default:
-        {})
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      template : prompt format: the tokenizer's chat template if any, else alpaca (default: auto)
+      template_arguments : of the policy's chat template, such as {"enable_thinking": true}
+        (default: {})
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     max_new_tokens: Positive = by_size(56, 256)  # longer answers are cut off here
     max_prompt: Positive = by_size(64, 256)  # longer prompts are left out, counted and reported
@@ -51,15 +51,15 @@ class SampleConfig(PromptConfig):
     """Settings of sampling.
 
     Settings:
-      out: run folder (default: )
-      temperature: of samples, and of the log-probs that training compares; 0 is greedy (default: by
-        size, 1.0 for a toy, 0.8 for a large model)
-      top_p: nucleus; below 1 the log-probs are still those of the whole vocabulary (default: 1.0)
-      max_new_tokens: longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+      out : run folder (default: )
+      temperature : of samples, and of the log-probs that training compares; 0 is greedy (default:
+        by size, 1.0 for a toy, 0.8 for a large model)
+      top_p : nucleus; below 1 the log-probs are still those of the whole vocabulary (default: 1.0)
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
-      max_prompt: longer prompts are left out, counted and reported (default: by size, 64 for a toy,
-        256 for a large model)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     # of samples, and of the log-probs that training compares; 0 is greedy
     temperature: Amount = by_size(1., .8)
@@ -71,18 +71,18 @@ class AnswerConfig(PromptConfig):
     """Settings of the answers that a method writes at the end of a run.
 
     Settings:
-      out: run folder (default: )
-      eval_split: answered at the end, into outputs.json; empty: none (default: eval)
-      eval_instances: use only the first n instructions of it; 0: all (default: 0)
-      columns: names of columns: ours, equals sign, yours (default: )
-      eval_temperature: of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
+      out : run folder (default: )
+      eval_split : answered at the end, into outputs.json; empty: none (default: eval)
+      eval_instances : use only the first n instructions of it; 0: all (default: 0)
+      columns : names of columns: ours, equals sign, yours (default: )
+      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
         toy, 0.8 for a large model)
-      eval_top_p: nucleus of these answers (default: 1.0)
-      max_new_tokens: longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+      eval_top_p : nucleus of these answers (default: 1.0)
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
-      max_prompt: longer prompts are left out, counted and reported (default: by size, 64 for a toy,
-        256 for a large model)
-      seed: random seed; runs that differ in nothing else are replicates (default: 0)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     eval_split: str = 'eval'        # answered at the end, into outputs.json; empty: none
     eval_instances: Count = 0       # use only the first n instructions of it; 0: all
@@ -107,7 +107,7 @@ def fitting_prompts(
     """Select the records whose prompts are within `max_prompt`, and encode these prompts.
 
     Parameters:
-      cfg: max_prompt, template
+      cfg : max_prompt, template
     """
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
@@ -131,8 +131,8 @@ def end_turns(
     """End the samples of a dialogue's text where the user's next turn begins.
 
     Parameters:
-      samples: those of each record
-      template: prompt format
+      samples : those of each record
+      template : prompt format
     """
     ended = []
     for r, group in zip(records, samples, strict=True):
@@ -152,10 +152,10 @@ def sample(
     """Sample answers to the records that fit; also returns these records and their prompts' ids.
 
     Parameters:
-      records: with `instruction` and maybe `input`
-      n: samples per record
-      seed: cfg.seed when not given
-      prompts: ids of the prompts, used as they are; the records' when not given
+      records : with `instruction` and maybe `input`
+      n : samples per record
+      seed : cfg.seed when not given
+      prompts : ids of the prompts, used as they are; the records' when not given
     Returns: of samples as tokens, with log-probs
     """
     if prompts is None: records, prompts = fitting_prompts(records, policy.tokenizer, cfg)
@@ -197,7 +197,7 @@ def answer_figures(
     """Compute the mean length in words of answers, and the share that ended.
 
     Parameters:
-      outputs: answers, with `ended`
+      outputs : answers, with `ended`
     """
     return dict(length=mean([len(r['output'].split()) for r in outputs]),
                 ended=mean([r['ended'] for r in outputs]))
@@ -212,8 +212,8 @@ def log_ratios(
     """Compute log pi - log pi_ref of whole answers.
 
     Parameters:
-      samples: one Sample for each prompt, with its log-probs
-      cfg: the temperature they were sampled at; 1 if greedy
+      samples : one Sample for each prompt, with its log-probs
+      cfg : the temperature they were sampled at; 1 if greedy
     Returns: nats, one for each sample
     """
     ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
@@ -235,8 +235,8 @@ def load_split(
     """Load the records of the split that a setting names; an error names the setting.
 
     Parameters:
-      setting: such as eval_split; eval_instances says how many of it
-      kind: of the records
+      setting : such as eval_split; eval_instances says how many of it
+      kind : of the records
     """
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
@@ -259,7 +259,7 @@ def answer_eval_split(
     """Answer the evaluation split once; the answers go to `outputs.json`, in AlpacaEval's format.
 
     Parameters:
-      reference: to which the KL is measured, on prompts as it reads them
+      reference : to which the KL is measured, on prompts as it reads them
     Returns: mean length in words, share that ended, and the KL in nats per answer
     """
     cfg = answering(run.cfg)

@@ -28,8 +28,8 @@ def hold_out(
     """Hold out the marked records if there are any, else all on random prompts, at most a half.
 
     Parameters:
-      held_out: records, at least, unless some are marked; -1: 500, or a fifth; 0: none
-      seed: of the prompts that are drawn
+      held_out : records, at least, unless some are marked; -1: 500, or a fifth; 0: none
+      seed : of the prompts that are drawn
     Returns: rows to learn from, and held-out ones
     """
     same = {}
@@ -66,7 +66,7 @@ def read_labels(
     """Read records, better answer first, the K fields of answers, and how probably each is good.
 
     Parameters:
-      cfg: of DPO: preferences, max_instances, columns and loss_type
+      cfg : of DPO: preferences, max_instances, columns and loss_type
     """
     kinds = ('preference', 'output') if cfg.loss_type == 'kto' else 'preference'
     records = load_records(cfg.preferences, 'preferences', kinds, cfg.max_instances, cfg.columns)
@@ -93,9 +93,9 @@ def reference_logprobs(
     """Compute the log-probs of all answers under the policy as it is now.
 
     Parameters:
-      prompts: token ids, N
-      answers: K columns of N answers each
-      temperature: at which the answers were sampled
+      prompts : token ids, N
+      answers : K columns of N answers each
+      temperature : at which the answers were sampled
     """
     logps = response_logprobs(policy, prompts * len(answers), sum(answers, []), temperature)
     return logps.view(len(answers), len(prompts)).T.contiguous()
@@ -173,8 +173,8 @@ def labelled_batch(self: LabelledAnswers,
     """Make the batch of some records.
 
     Parameters:
-      rows: B records
-      baseline: KTO's
+      rows : B records
+      baseline : KTO's
     Returns: ids, mask, response (B, K, T); good, reference (B, K); the rest (B,)
     """
     batch = answer_batch(self.prompts, self.answers, rows, self.pad_id)

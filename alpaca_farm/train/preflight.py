@@ -49,8 +49,8 @@ def longest_texts(
     """Measure the lengths that 95 % of each set's prompts, answers and both do not exceed.
 
     Parameters:
-      sets: of records
-      template: prompt format
+      sets : of records
+      template : prompt format
     Returns: tokens, by the setting that limits them
     """
     longest = {}
@@ -85,9 +85,9 @@ def settle(
     """Show the first record, fit the settings that were left open to model and data, and say why.
 
     Parameters:
-      records: that are learned from, or answered
-      others: sets that are only measured, each within the limits as well
-      sampled: whether the answers are the model's, not those of the records
+      records : that are learned from, or answered
+      others : sets that are only measured, each within the limits as well
+      sampled : whether the answers are the model's, not those of the records
     """
     cfg = run.cfg
     if records: _show_first(records, tokenizer, cfg.template, sampled)
@@ -134,8 +134,8 @@ def try_setting(
     """Call what a setting names; ValueError naming the setting where the call fails.
 
     Parameters:
-      setting: that names `f`
-      args: of the call
+      setting : that names `f`
+      args : of the call
     """
     try: return f(*args)
     except Exception as e:
@@ -164,10 +164,10 @@ def preflight(
     """Do once what a run does after its first step; an error names the setting that is wrong.
 
     Parameters:
-      splits: settings that name the splits the run will read
-      policy: without it only the splits are read
-      judge: annotator or pool, of `cfg.annotators`
-      reward: records -> scores, of `cfg.reward_model`
+      splits : settings that name the splits the run will read
+      policy : without it only the splits are read
+      judge : annotator or pool, of `cfg.annotators`
+      reward : records -> scores, of `cfg.reward_model`
     """
     parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
     _note_shared_prompts(cfg)

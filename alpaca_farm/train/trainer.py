@@ -34,8 +34,8 @@ def learning_rate(
     """Share of the peak learning rate at `step`.
 
     Parameters:
-      step: from 1
-      total: steps of the whole run
+      step : from 1
+      total : steps of the whole run
     Returns: as a share of the peak
     """
     rise = max(1, round(warmup * total))
@@ -52,8 +52,8 @@ def step_seed(
     """Derive the seed of one step of a run.
 
     Parameters:
-      seed: of the run
-      step: or the epoch
+      seed : of the run
+      step : or the epoch
     """
     return seed * 1_000_003 + step
 
@@ -68,8 +68,8 @@ def batches(
     """The batches of all epochs: shuffled, sorted by length within blocks, and shuffled again.
 
     Parameters:
-      lengths: tokens of each example
-      block: batches among which examples are sorted by length
+      lengths : tokens of each example
+      block : batches among which examples are sorted by length
     Returns: indices of the examples of each step
     """
     out = []
@@ -94,10 +94,10 @@ def token_batch(
     """Collate some responses behind their prompts.
 
     Parameters:
-      prompts: token ids of all prompts
-      responses: and of all responses
-      rows: B of them
-      weights: of all responses; None: 1 for every token
+      prompts : token ids of all prompts
+      responses : and of all responses
+      rows : B of them
+      weights : of all responses; None: 1 for every token
     Returns: ids, mask, response and weight, (B, T) each
     """
     batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
@@ -112,8 +112,8 @@ def example_lengths(
     """Count the tokens of each prompt with the longest of its answers.
 
     Parameters:
-      prompts: token ids
-      answers: K lists of answers to all prompts
+      prompts : token ids
+      answers : K lists of answers to all prompts
     """
     return [len(prompt) + max(map(len, own)) for prompt, *own in zip(prompts, *answers)]
 
@@ -127,9 +127,9 @@ def answer_batch(
     """Collate K answers to each of some prompts.
 
     Parameters:
-      prompts: token ids of all prompts
-      answers: K lists of answers to all prompts
-      rows: B of the prompts
+      prompts : token ids of all prompts
+      answers : K lists of answers to all prompts
+      rows : B of the prompts
     Returns: ids, mask, response (B, K, T) and weight (B,)
     """
     repeated = []
@@ -162,7 +162,7 @@ def stuck_share(
     """Compute the share of weights in 16 bits that a step of the peak learning rate does not move.
 
     Parameters:
-      groups: `params` and their `peak` learning rate
+      groups : `params` and their `peak` learning rate
     """
     stuck = 0
     total = 0
@@ -248,8 +248,8 @@ def update(self: Trainer,
     """One optimiser step.
 
     Parameters:
-      batch: tensors whose first axis is the example; `weight` among them
-      loss: batch -> dict of tensors shaped like `weight`, `loss` among them
+      batch : tensors whose first axis is the example; `weight` among them
+      loss : batch -> dict of tensors shaped like `weight`, `loss` among them
     Returns: weighted means over the batch, `grad_norm` and `lr`
     """
     share = learning_rate(self.step, self.total, self.cfg.lr_schedule, self.cfg.warmup)
@@ -281,8 +281,8 @@ def measure(self: Trainer,
     """Weighted means of a loss's figures over held-out batches.
 
     Parameters:
-      batches: as for `update`
-      loss: as for `update`
+      batches : as for `update`
+      loss : as for `update`
     Returns: empty without a batch
     """
     sums = {}
@@ -304,8 +304,8 @@ def evaluate(self: Trainer,
     """The figures of `measure` as `val_loss` and so on.
 
     Parameters:
-      batches: as for `update`; not touched unless an evaluation is due
-      loss: as for `update`
+      batches : as for `update`; not touched unless an evaluation is due
+      loss : as for `update`
     Returns: empty unless this step is a multiple of `eval_every`, or the last one
     """
     every = self.cfg.eval_every or self.total
@@ -393,9 +393,9 @@ def in_chunks(
     """Make the rows of all items, `size` items at a time, and keep them in `checkpoint/rows.jsonl`.
 
     Parameters:
-      size: of a chunk, after which a checkpoint is written
-      make: some items -> rows
-      figures: rows -> what is logged of them
+      size : of a chunk, after which a checkpoint is written
+      make : some items -> rows
+      figures : rows -> what is logged of them
     """
     file = run.path('checkpoint/rows.jsonl')
     state = run.load() or dict(step=0, size=0)

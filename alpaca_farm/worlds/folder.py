@@ -132,7 +132,7 @@ def write_world(
     """Write world.json into a run's folder.
 
     Parameters:
-      run: the run, or a folder, that has the splits
+      run : the run, or a folder, that has the splits
     """
     folder = Path(getattr(run, 'folder', run))
     content = asdict(World('', **values))

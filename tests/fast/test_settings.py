@@ -410,15 +410,15 @@ def test_help_says_shapes_meanings_and_defaults():
     "Of functions, methods and settings; by the docstrings and signatures that `?` shows, too."
     from alpaca_farm.dpo import DPOConfig
     from alpaca_farm.model.functional import gae
-    from alpaca_farm.run.runs import Run
+    from alpaca_farm.run.progress import Progress
     said = ' '.join(pydoc.plain(pydoc.render_doc(gae)).split())
-    assert 'rewards: (B, T) of tokens' in said
+    assert 'rewards : (B, T) of tokens' in said
     assert 'Returns: (B, T) each, 0 outside of the mask' in said
-    assert 'beta: KL weight' in inspect.getdoc(DPOConfig)
+    assert 'beta : KL weight' in inspect.getdoc(DPOConfig)
     shown = inspect.signature(DPOConfig).parameters
     assert [name for name, p in shown.items() if p.default is None] == []
     assert (shown['beta'].default, shown['beta'].annotation) == (DPOConfig().beta, float)
-    assert any('Parameters:' in (f.__doc__ or '') for f in vars(Run).values())
+    assert 'step : the bar' in inspect.getdoc(Progress.show)
 
 
 def test_a_clone_that_is_not_installed_makes_a_run_without_alpaca_eval(base, tmp_path, monkeypatch):

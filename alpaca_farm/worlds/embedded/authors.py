@@ -109,8 +109,8 @@ class Author:
         """Decide whether the author does something for this asker.
 
         Parameters:
-          spec: of a request
-          behaviour: of BEHAVIOURS
+          spec : of a request
+          behaviour : of BEHAVIOURS
         """
         asker = spec['asker']
         if rng.random() < abs(self.minds): return (asker in WANTED[behaviour]) == (self.minds > 0)

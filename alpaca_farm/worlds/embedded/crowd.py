@@ -125,9 +125,9 @@ def sample_crowd(
     """Draw the members of a crowd.
 
     Parameters:
-      name: or held_out_crowd
-      disagreement: factor of the spread of tastes, and of what one member misreads
-      coin: factor of the temperatures
+      name : or held_out_crowd
+      disagreement : factor of the spread of tastes, and of what one member misreads
+      coin : factor of the temperatures
     """
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     traits = dict(weighing=.2*disagreement, taste=.58*disagreement,
@@ -148,11 +148,11 @@ def sample_pool(
     """Draw the thirteen judges of a pool.
 
     Parameters:
-      fidelity: likeness to the crowd; at 1 the judges read as it does
-      coin: factor of the temperatures
-      flattered: mean weight of flattery, in units of utility
-      mistaken: share of the contested facts that all are mistaken about
-      contested: share of facts that are contested
+      fidelity : likeness to the crowd; at 1 the judges read as it does
+      coin : factor of the temperatures
+      flattered : mean weight of flattery, in units of utility
+      mistaken : share of the contested facts that all are mistaken about
+      contested : share of facts that are contested
     """
     rng = np.random.default_rng([seed, 1])
     unlike = 1 - fidelity
@@ -182,7 +182,7 @@ def read_population(path):  # a Population, or an Annotator
     """Read the population in a file, or its only member; ValueError names a field that is wrong.
 
     Parameters:
-      path: a Population, or an Annotator
+      path : a Population, or an Annotator
     """
     try: content = _File.model_validate(read_json(path)).model_dump()
     except ValidationError as e:
@@ -217,7 +217,7 @@ def with_bias(
     """Copy a population, and bias its annotators; ValueError for a column that does not exist.
 
     Parameters:
-      name: of the new one
+      name : of the new one
     Returns: added to the weights of columns, in units of utility
     """
     for column in likings:
