@@ -10,11 +10,12 @@ c = get_config()  # noqa: F821
 
 
 def save_outputs_in_runs(model, path, **more):
-    "Save a notebook of nbs/outputs.json with the outputs that it had, and one with the new outputs in runs/."
+    "Save a notebook of ours with the outputs that it had, and one with the new outputs in runs/."
     clean_jupyter(model=model, path=path, **more)
     folder, _, name = path.removesuffix('.ipynb').partition('/')
     record = json.loads(Path('nbs/outputs.json').read_text(encoding='utf-8'))
-    if folder != 'nbs' or name not in record or model['type'] != 'notebook': return
+    ours = name in record or name.startswith('recipes/')
+    if folder != 'nbs' or not ours or model['type'] != 'notebook': return
     before = Path(path).read_text(encoding='utf-8')
     old = {cell.id: cell.get('outputs', []) for cell in nbformat.reads(before, 4).cells}
     shown = nbformat.reads(json.dumps(model['content']), 4)

@@ -129,7 +129,8 @@ def beside_parameters(function) -> list[str]:
 
 def as_rst(app, what, name, obj, options, lines):
     "A docstring, then what stands beside parameters; of settings, their comments and defaults."
-    lines[:] = [rst(line) for line in lines]
+    own = re.split(r'\n\n(?=Parameters:|Settings:|Returns:)', '\n'.join(lines))[0]
+    lines[:] = [rst(line) for line in own.splitlines()]
     if what in ('function', 'method'): more = beside_parameters(obj)
     elif is_dataclass(obj) and issubclass(obj, Config):
         own = explained(obj)

@@ -1,6 +1,6 @@
 """What stands beside parameters and settings is written into the docstrings of `alpaca_farm/`.
 
-So `help()` and `?` say it, too. `python tools/parameters.py` does this after `nbdev_export`.
+`help()` and `?` then say it, too. `python tools/parameters.py` does this after `nbdev_export`.
 """
 import ast
 import importlib
@@ -12,50 +12,81 @@ from fastcore.docments import docments
 
 from alpaca_farm.run.paths import root
 from alpaca_farm.run.settings import Config, explained
-from parameters import own_settings
 
 HEADS = 'Parameters:', 'Settings:', 'Returns:'
-WIDTH = 100
+WIDTH = 96   # of a line, without its indentation
 
 
 def own_text(docstring: str) -> str:
     "Return the part of a docstring that its author has written."
-    lines = docstring.splitlines()
-    heads = [k for k, line in enumerate(lines) if line.strip().startswith(HEADS)]
-    return '\n'.join(lines[:heads[0]] if heads else lines).strip()
+    kept = []
+    for line in docstring.splitlines():
+        if line.strip().startswith(HEADS): break
+        kept.append(line)
+    return '\n'.join(kept).strip()
 
 
-def section(head: str, comments: dict[str, str]) -> list[str]:
-    "Write a line for each name that has a comment, below a heading; nothing if none has."
-    lines = []
-    for name, comment in comments.items():
-        text = f'{name}: {" ".join(comment.split())}' if comment else ''
-        lines += textwrap.wrap(text, WIDTH - 10, initial_indent='  ', subsequent_indent='      ')
-    return [head, *lines] if lines else []
+def said_of(label: str, comment: str | None) -> list[str]:
+    "Write the lines of a label and a comment; none without a comment."
+    if not comment: return []
+    return textwrap.wrap(f'{label} {" ".join(comment.split())}', WIDTH, subsequent_indent='    ')
 
 
-def comments_of(thing) -> list[str]:
-    "The lines that say what a function's parameters and result, or settings, are."
-    if isinstance(thing, type):
-        said = explained(thing)
-        return section('Settings:', {name: said[name] for name in own_settings(thing)})
-    comments = dict(docments(thing))
-    returned = comments.pop('return', None)
-    lines = section('Parameters:', comments)
-    if returned: lines += textwrap.wrap(f'Returns: {" ".join(returned.split())}', WIDTH - 10,
-                                        subsequent_indent='    ')
-    return lines
+def explanation(thing, settings: list[str]) -> list[str]:
+    "Write the lines that say what parameters, a result or these settings of a class are."
+    comments = docments(thing) if inspect.isfunction(thing) else explained(thing)
+    returned = said_of('Returns:', comments.pop('return', None))
+    named = []
+    for name in settings or comments: named += said_of(f'  {name} :', comments[name])
+    head = 'Settings:' if settings else 'Parameters:'
+    return [head, *named, *returned] if named else returned
 
 
-def documented(file: Path) -> dict[int, object]:
-    "The public functions, methods and settings of a module that have comments, by their lines."
-    places = file.relative_to(root()).with_suffix('').parts
-    module = importlib.import_module('.'.join(places).removesuffix('.__init__'))
+def public_things() -> dict[tuple[str, int], object]:
+    "Find the functions, methods and settings of the library by file and first line."
+    spaces = []
+    for path in sorted((root()/'alpaca_farm').rglob('*.py')):
+        name = '.'.join(path.relative_to(root()).with_suffix('').parts).removesuffix('.__init__')
+        spaces.append(vars(importlib.import_module(name)))
+    for space in [*spaces]:
+        spaces += [vars(thing) for thing in space.values() if isinstance(thing, type)]
     found = {}
-    for thing in all_objects():
-        if inspect.isfunction(thing) and thing.__code__.co_filename == str(file):
-            found[thing.__code__.co_firstlineno] = thing
-    for thing in vars(module).values():
-        if isinstance(thing, type) and thing.__module__ == module.__name__:
-            if issubclass(thing, Config): found[inspect.getsourcelines(thing)[1]] = thing
+    for space in spaces:
+        for thing in space.values():
+            thing = inspect.unwrap(getattr(thing, '__func__', thing))
+            if inspect.isfunction(thing) and not thing.__name__.startswith('_'):
+                found[thing.__code__.co_filename, thing.__code__.co_firstlineno] = thing
+            elif isinstance(thing, type) and issubclass(thing, Config):
+                found[inspect.getsourcefile(thing), inspect.getsourcelines(thing)[1]] = thing
     return found
+
+
+def write_docstrings(settings_of) -> list[str]:
+    "Write the docstrings that lack what comments say; return the names of their modules."
+    things = public_things()
+    changed = []
+    ours = root()/'alpaca_farm'
+    for path in {path for path in (Path(file) for file, _ in things) if ours in path.parents}:
+        text = path.read_text(encoding='utf-8')
+        lines = text.splitlines()
+        nodes = [node for node in ast.walk(ast.parse(text))
+                 if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+        for node in sorted(nodes, key=lambda node: -node.body[0].lineno):   # lines above stay
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            thing = things.get((str(path), first))
+            docstring = ast.get_docstring(node)
+            if thing is None or not docstring: continue
+            settings = settings_of(thing) if isinstance(thing, type) else []
+            more = explanation(thing, settings)
+            if not more: continue
+            place = node.body[0]
+            mark = 'r' if '\\' in docstring or any('\\' in line for line in more) else ''
+            written = [f'{mark}"""{own_text(docstring)}', '', *more, '"""']
+            indent = ' '*place.col_offset
+            written = [f'{indent}{line}'.rstrip() for line in '\n'.join(written).splitlines()]
+            lines[place.lineno - 1:place.end_lineno] = written
+        written = '\n'.join(lines) + '\n'
+        if written == text: continue
+        path.write_text(written, encoding='utf-8')
+        changed.append(path.stem)
+    return changed

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT/'alpaca_farm'
 PAGE = ROOT/'nbs'/'architecture.md'
 WIDTH, BAND, TOP = 760, 58, 34
+# what `docstrings` has written into modules
+WRITTEN = re.compile(r'\n\n *(?:Parameters|Settings|Returns):.*?"""', re.S)
 STYLE = '''
 text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 .small { font-size: 11px; fill: #59636e }
@@ -99,8 +101,9 @@ def count_imports(floors: list[Floor]) -> dict[tuple[int, int], int]:
 
 
 def code_lines(path: Path) -> int:
-    "Count the lines of a module that are not empty."
-    return sum(bool(line.strip()) for line in path.read_text(encoding='utf-8').splitlines())
+    "Count the lines of a module that are not empty, without what `docstrings` has written."
+    text = WRITTEN.sub('', path.read_text(encoding='utf-8'))
+    return sum(bool(line.strip()) for line in text.splitlines())
 
 
 def draw(floors: list[Floor]) -> str:

@@ -1,6 +1,7 @@
-"""The `parameters` cell of each notebook is written from its dataclass, with the comments of `--help`.
+"""The `parameters` cell of each notebook is written from its dataclass, with the comments of `--help`,
+and the docstrings of `alpaca_farm/` from what stands beside parameters (`docstrings`).
 
-    python tools/parameters.py    # writes the cells that differ; `make fast` does it, too
+    python tools/parameters.py    # after nbdev_export; `make fast` does both
 """
 import ast
 import importlib
@@ -14,6 +15,7 @@ from types import UnionType
 
 from alpaca_farm.run.paths import module_of, root
 from alpaca_farm.run.settings import Config, field_comments, sized_defaults
+from docstrings import write_docstrings
 
 WIDTH = 100
 OPEN = '# None: by the sizes of model and data (run/defaults)'
@@ -110,3 +112,4 @@ def write_parameters() -> list[str]:
 
 if __name__ == '__main__':
     for name in write_parameters(): print(f'{name}: parameters cell written')
+    write_docstrings(own_settings)

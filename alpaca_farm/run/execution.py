@@ -22,7 +22,7 @@ def is_needed(cell) -> bool:
 
 # %% ../../nbs/run/execution.ipynb #c6a2001d
 def _capturing_shell():
-    "A shell of IPython that keeps in `outputs` what its cell shows, and in `places` the displays by id."
+    "Make a shell of IPython that keeps what cells show: in `outputs`, displays by id in `places`."
     from IPython.core.displayhook import DisplayHook
     from IPython.core.displaypub import DisplayPublisher
     from IPython.core.interactiveshell import InteractiveShell
@@ -31,7 +31,7 @@ def _capturing_shell():
     from traitlets.config import Config
 
     class Publisher(DisplayPublisher):
-        def publish(self, data, metadata=None, *, transient=None, update=False, **_):
+        def publish(self, data, metadata=None, source=None, *, transient=None, update=False, **_):
             place = (transient or {}).get('display_id')
             if update and place in self.shell.places:
                 self.shell.places[place].data = encode_images(data)
@@ -111,9 +111,10 @@ def run_notebook(
 
 # %% ../../nbs/run/execution.ipynb #3e7b8012
 ONE_THREAD = dict(OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
-_LIBRARIES = ['accelerate', 'IPython.core.interactiveshell', 'matplotlib.pyplot', 'matplotlib.backends.backend_agg',
-              'matplotlib._mathtext', 'pandas', 'papermill', 'safetensors.torch', 'torch',
-              'transformers.conversion_mapping', 'transformers.models.llama.modeling_llama']
+_LIBRARIES = ['accelerate', 'IPython.core.interactiveshell', 'matplotlib.pyplot',
+              'matplotlib.backends.backend_agg', 'matplotlib._mathtext', 'pandas', 'papermill',
+              'safetensors.torch', 'torch', 'transformers.conversion_mapping',
+              'transformers.models.llama.modeling_llama']
 
 # %% ../../nbs/run/execution.ipynb #ca216ba1
 @lru_cache

@@ -93,13 +93,17 @@ class _Source(NamedTuple):
     files: dict  # that it imports, with the names of their packages, or may read, with None
 
 # %% ../../nbs/run/runs.ipynb #971ae566
+_DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+
+
 def _parse(text: str, package: str = '') -> list[ast.stmt]:
-    "Parse the statements of a module or cell that bind names, relative imports made absolute."
+    "Parse the statements of a module or cell that bind names: absolute imports, no docstrings."
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             node.module = resolve_name('.'*node.level + (node.module or ''), package)
             node.level = 0
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node): node.body = node.body[1:]
     return [statement for statement in tree.body if not isinstance(statement, ast.Expr)]
 
 # %% ../../nbs/run/runs.ipynb #7cbc51c6

@@ -244,6 +244,17 @@ class _Given:
         self.named = {*given}
         return self
 
+# %% ../../nbs/run/settings.ipynb #a4c6e6d6
+class _ShownSignature:
+    "The signature of settings with their defaults, those by size as for the default model."
+    def __get__(self, settings, cls):
+        kinds = typing.get_type_hints(cls)
+        shown = []
+        for name, value in asdict(cls()).items():
+            shown.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value,
+                                           annotation=kinds[name]))
+        return inspect.Signature(shown)
+
 # %% ../../nbs/run/settings.ipynb #1c239678
 @dataclass
 class Config(_Given):
@@ -256,6 +267,7 @@ class Config(_Given):
     tracker: Annotated[Literal['', 'wandb', 'tensorboard', 'trackio'], ASIDE] = ''
     # class attributes, read from the types: what the settings name that is read, those without
     # influence on the result, those whose model's size decides, and tables of valid values
+    __signature__ = _ShownSignature()
     inputs = {}
     aside = ('out', 'tracker')
     sized_by = ()

@@ -181,9 +181,9 @@ def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
 def test_saving_in_jupyterlab_changes_the_sources_of_a_notebook_only(monkeypatch, tmp_path):
     "Neither metadata nor outputs, which are saved in runs/ by `make lab` once cells were executed."
     shutil.copytree(tiny.ROOT/'.jupyter', tmp_path/'.jupyter')
-    for name in ('outputs.json', 'sft.ipynb', 'start.ipynb'):
-        (tmp_path/'nbs').mkdir(exist_ok=True)
-        shutil.copy(tiny.ROOT/'nbs'/name, tmp_path/'nbs')
+    for name in ('outputs.json', 'sft.ipynb', 'start.ipynb', 'recipes/method.ipynb'):
+        (tmp_path/'nbs'/name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(tiny.ROOT/'nbs'/name, tmp_path/'nbs'/name)
     shutil.copy(tiny.ROOT/'settings.ini', tmp_path)
     (tmp_path/'runs').mkdir()
     monkeypatch.chdir(tmp_path)
@@ -218,4 +218,6 @@ def test_saving_in_jupyterlab_changes_the_sources_of_a_notebook_only(monkeypatch
     assert cells == read_json(tour)['cells'][1:]
     assert {*shown('runs/start.ipynb')} == {'now\n'}
     shutil.copy(tour, other)   # a notebook of one's own keeps what it shows
-    assert saved(other, run)['cells'][2]['outputs'][0]['text'] == 'now\n'
+    assert saved(other, run)['cells'][1]['outputs'][0]['text'] == 'now\n'
+    template = 'nbs/recipes/method.ipynb'
+    assert saved(template, run)['cells'][1:-1] == read_json(template)['cells'][1:]
