@@ -270,7 +270,8 @@ def _repeated_rows(records: list[dict]):
 def _shared_prompts(parts: list[Part]) -> list[tuple]:   # name, sentence, rows
     "Find the prompts of evaluation splits that another split contains as well."
     found = []
-    prompts = [[_plain_prompt(r) for r in part.records] for part in parts]
+    prompts = []
+    for part in parts: prompts.append([_plain_prompt(r) for r in part.records])
     for i, j in combinations(range(len(parts)), 2):
         if not parts[j].measured: continue
         known = {*prompts[i]}
@@ -458,7 +459,7 @@ def _lengths_figure(
 ):
     "Draw the lengths of prompts, answers and both, with the limits."
     import matplotlib.pyplot as plt
-    shown = [setting for setting in _LIMITS if any(setting in counts for counts in lengths)]
+    shown = [setting for setting in _LIMITS if setting in set().union(*lengths)]
     fig, axes = plt.subplots(1, len(shown), figsize=(1 + 2.8*len(shown), 2.6), squeeze=False,
                              layout='constrained')
     for ax, setting in zip(axes[0], shown):

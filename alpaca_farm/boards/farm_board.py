@@ -52,6 +52,9 @@ def _lengths(records: list[dict]) -> list[int]: return [len(r['output'].split())
 def _brevities(records: list[dict]) -> list[int]: return [-n for n in _lengths(records)]
 
 # %% ../../nbs/boards/farm_board.ipynb #c73a2380
+_BY_UTILITY = 'best of {} by the utility'
+
+
 def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict]]:
     "The answers that each of the world's ways chooses of n samples."
     n = len(candidates[0]['output'])
@@ -64,7 +67,7 @@ def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict
         elif way == 'longest': scored = score_candidates(candidates, _lengths)
         elif way == 'shortest': scored = score_candidates(candidates, _brevities)
         elif way == 'utility':
-            name = f'best of {n} by the utility'
+            name = _BY_UTILITY.format(n)
             scored = score_candidates(candidates, world.function(world.utility))
         else:
             name = way.rpartition(':')[2].replace('_', ' ')
@@ -133,13 +136,21 @@ def _behind(run: str) -> set[str]:
     return behind
 
 # %% ../../nbs/boards/farm_board.ipynb #c1af1de3
-def _origin(folder: str, row: str) -> dict:
+def _kinds(
+    samples: int,  # to each request, of which the best by the utility is a row
+) -> dict[str, str]:
+    "Say what rows are; all others are baselines."
+    kinds = dict.fromkeys(LABELLED_BY, 'method')
+    kinds |= {'sft': 'reference', 'base model': 'base', 'an expert': 'ceiling'}
+    return kinds | {_BY_UTILITY.format(samples): 'ceiling'}
+
+
+def _origin(folder: str, row: str, kinds: dict) -> dict:
     "What made a row: its kind, who labelled, how far it is from SFT, and what it took."
     run = WORDS.get(row, row)
-    facts = dict(kind='baseline', trained_on='', kl=np.nan, labels=0, cpu_seconds=0.)
+    kind = kinds.get(row, 'baseline')
+    facts = dict(kind=kind, trained_on='', kl=np.nan, labels=0, cpu_seconds=0.)
     if run not in recipes(): return facts
-    if row == 'sft': facts['kind'] = 'reference'
-    if row in LABELLED_BY: facts['kind'] = 'method'
     summary = read_summary(f'{folder}/{run}')
     facts |= {name: summary[name] for name in ('kl', 'labels') if name in summary}
     behind = [read_summary(f'{folder}/{name}') for name in _behind(run)]
@@ -194,7 +205,8 @@ def farm_board(
     people = _people_labels(labels, answers) if labels else None
     board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=columns,
                         labels=people)
-    origins = [_origin(folder, row) for row in board.method]
+    kinds = _kinds(len(candidates[0]['output']))
+    origins = [_origin(folder, row, kinds) for row in board.method]
     expected = {judge: own.expected for judge, own in judged.items()}
     return answers, expected, board.join(pd.DataFrame(origins))
 
@@ -248,12 +260,11 @@ def write_boards(
         name = 'leaderboard'
         if k > 0: name = f'leaderboard_seed_{k}'
         write_csv(run, f'{name}.csv', board.assign(crowd_sd=board.method.map(spread)))
-        shown = board[board.method != 'base model'].assign(reference='SFT')   # it is far below
+        shown = board[board.kind != 'base'].assign(reference='SFT')   # it is far below
         judges = [name for name in ('crowd', 'corrected', 'pool', 'utility') if name in board]
         judges = [named.get(name, name) for name in judges]
         figure = leaderboard_figure(shown.rename(columns=named).reset_index(drop=True), judges)
         write_figure(run, f'{name}.png', figure)
-
 
 # %% ../../nbs/boards/farm_board.ipynb #51e0b0a2
 def short_board(folder: str):
@@ -268,9 +279,8 @@ def short_board(folder: str):
     won = {}
     for method, row in board.iterrows():
         won[method] = f'{row.crowd:.1f} [{row.crowd_low:.1f}, {row.crowd_high:.1f}]'
-    cheap = 'best ', 'likeliest', 'greedy', 'bag of words', 'words x asker', 'one suffix'
     methods = [m for m in board.index if LABELLED_BY.get(m) == 'pool']
-    methods += [m for m in board.index if m.startswith(cheap) and m not in LABELLED_BY]
+    methods += board.index[board.kind.isin(['baseline', 'ceiling'])].tolist()
     methods = [m for m in methods if m not in ON_CROWD.values()]
     columns = [name for name in ('pool', 'kl', 'length') if name in board]
     numbers = board.loc[methods, columns].round(1).astype(object).fillna('')

@@ -101,7 +101,7 @@ METHOD_COLOURS = dict(
 
 # %% ../../nbs/boards/leaderboards.ipynb #5f489930
 def leaderboard_figure(
-    board,        # of `leaderboard`
+    board,        # of `leaderboard`; a column `kind` says which rows are a `method`
     judges=None,  # whose columns are drawn; None: all
 ):
     "Draw win rates with intervals, and a bar from the first judge's rate to the corrected one."
@@ -120,7 +120,10 @@ def leaderboard_figure(
     ax.set_yticks(places, board.method)
     ax.set_xlabel(f'win rate against {board.reference.iloc[0]} in %\n'
                   '95 % intervals over the instructions', fontsize=9)
-    ax.set_title(f'{board.method[0]}: {board[judges[0]][0]:.1f} % under {judges[0]}', fontsize=9)
+    trained = board[board.kind == 'method'] if 'kind' in board else board
+    if len(trained):   # the best, not a ceiling above it
+        best = trained.iloc[0]
+        ax.set_title(f'{best.method}: {best[judges[0]]:.1f} % under {judges[0]}', fontsize=9)
     ax.legend(fontsize=8, title='judged by', loc='upper left', bbox_to_anchor=(1.01, 1))
     return fig
 
