@@ -118,8 +118,11 @@ def _behind(run: str) -> set[str]:
     return behind
 
 # %% ../../nbs/boards/farm_board.ipynb #c1af1de3
-def _origin(folder: str, row: str) -> dict:
+def _origin(folder: str, row: str, policies: dict) -> dict:
     "What made a row: its kind, who labelled, how far it is from SFT, and what it took."
+    if row in policies:   # who has labelled, and how often, nobody here knows
+        kl = read_summary(policies[row]).get('kl', np.nan)
+        return dict(kind='outside', trained_on='', kl=kl, labels=np.nan, cpu_seconds=np.nan)
     run = WORDS.get(row, row)
     facts = dict(kind='baseline', trained_on='', kl=np.nan, labels=0, cpu_seconds=0.)
     if run not in recipes(): return facts
@@ -163,6 +166,7 @@ def farm_board(
     seed: int,
     runs: list[str],     # names of the methods' runs
     labels: str = '',    # people's labels of answers, to correct the first judge
+    policies: dict = {},  # runs that have answered for outside policies, by row
 ) -> tuple:  # answers by row; {judge: {row: (instructions,) preferences over SFT}}; the DataFrame
     "Judge the answers of all rows of a replicate."
     import pandas as pd
@@ -170,6 +174,7 @@ def farm_board(
     sft = answers['sft']
     candidates = read_answers(f'{folder}/eval_samples', candidates=True)
     others = _baseline_answers(folder, world, candidates) | _word_answers(folder, candidates)
+    for name, run in policies.items(): others[name] = read_answers(run)
     for name, rows in others.items(): answers[name] = answers_to(rows, sft)
     if 'pool' in judges and 'greedy SFT' in answers and not api_clients(judges['pool']):
         added = _suffixed(answers['greedy SFT'], candidates, sft, judges['pool'])
@@ -179,7 +184,7 @@ def farm_board(
     people = _people_labels(labels, answers) if labels else None
     board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=columns,
                         labels=people)
-    origins = [_origin(folder, row) for row in board.method]
+    origins = [_origin(folder, row, policies) for row in board.method]
     expected = {judge: own.expected for judge, own in judged.items()}
     return answers, expected, board.join(pd.DataFrame(origins))
 
@@ -255,6 +260,7 @@ def short_board(folder: str):
         won[method] = f'{row.crowd:.1f} [{row.crowd_low:.1f}, {row.crowd_high:.1f}]'
     cheap = 'best ', 'likeliest', 'greedy', 'bag of words', 'one suffix'
     methods = [m for m in board.index if LABELLED_BY.get(m) == 'pool']
+    methods += [m for m in board.index if board.kind[m] == 'outside']
     methods += [m for m in board.index if m.startswith(cheap) and m not in LABELLED_BY]
     methods = [m for m in methods if m not in ON_CROWD.values()]
     columns = [name for name in ('pool', 'kl', 'length') if name in board]

@@ -36,7 +36,7 @@ ANSWER_COLUMNS = dict(  # column: a function from a model's answers to a number 
 # %% ../../nbs/boards/leaderboards.ipynb #cbbae696
 def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
     "Raise ValueError for a judge whose columns would have the name of another column."
-    names = ['method', 'reference', *columns, 'n_labels', 'worth']
+    names = ['method', 'reference', *columns, 'kl', 'n_labels', 'worth']
     for judge in (*judges, 'corrected', 'labels_alone'):
         for end in ('', '_low', '_high', '_unanswered', '_votes', '_votes_se'):
             names.append(judge + end)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Count', 'Seed', 'Named', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments',
-           'Betas', 'ASIDE', 'SIZES', 'MODEL', 'Model', 'SizedModel', 'Pairs', 'Judge', 'Labels', 'as_list', 'Reads',
-           'Mark', 'Rows', 'as_type', 'resolve', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config',
-           'HardwareConfig', 'TrainConfig', 'field_comments', 'explained', 'from_args', 'command']
+           'Betas', 'ASIDE', 'SIZES', 'MODEL', 'Model', 'SizedModel', 'Pairs', 'Judge', 'Labels', 'Outside', 'as_list',
+           'Reads', 'Mark', 'Rows', 'as_type', 'resolve', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults',
+           'Config', 'HardwareConfig', 'TrainConfig', 'field_comments', 'explained', 'from_args', 'command']
 
 # %% ../../nbs/run/settings.ipynb #37bea490
 import argparse, ast, dataclasses, difflib, importlib, inspect, json, os, re, sys, traceback, typing
@@ -64,7 +64,8 @@ class Reads:
     "Marks the type of a setting that names what a run reads; without files and splits it reads all."
     files: tuple = ()   # names of files or folders in it, such as preferences or model
     splits: tuple = ()  # settings that name splits in it
-    role: Literal['', 'judge', 'labels'] = ''  # it names who judges, or labels to judge by
+    # it names who judges, labels to judge by, or a model from outside of the world that is judged
+    role: Literal['', 'judge', 'labels', 'outside'] = ''
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ SizedModel = Annotated[Named, MODEL, SIZES]
 Pairs = Annotated[Named, Reads(('preferences',))]
 Judge = Annotated[str, Reads(('preferences', 'model'), role='judge')]   # as in `annotators`
 Labels = Annotated[str, Reads(('preferences',), role='labels')]         # of people
+Outside = Annotated[list[str], Reads(('model',), role='outside')]
 
 # %% ../../nbs/run/settings.ipynb #af21711b
 def _without_marks(kind):
