@@ -62,8 +62,9 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
         if self.served and self.samples:
             raise ValueError('served: leave samples empty')
         if self.reference and (self.served or self.samples or self.reward_model):
-            raise ValueError(f'reference = {self.reference}: the KL is of samples that policy draws '
-                             'here, without a choice: leave served, samples and reward_model empty')
+            raise ValueError(f'reference = {self.reference}: the KL is of samples that policy '
+                             'draws here, without a choice: leave served, samples and '
+                             'reward_model empty')
         if self.temperature == 0 and self.n > 1 and not self.samples:
             raise ValueError(f'temperature = 0 draws the same answer n = {self.n} times: '
                              'raise it, or set n = 1')

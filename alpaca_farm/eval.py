@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Len
+import numpy as np
 
 from .ask.client import ApiConfig
 from .boards.corrected import explain_differences, explain_win_rate, match_labels
@@ -66,7 +67,8 @@ def _answer_policies(cfg: EvalConfig) -> dict[str, str]:
     settings = dict(data=cfg.reference)
     made = run_config(cfg.reference)
     if made.get('notebook') == 'best_of_n':
-        settings = {k: v for k, v in made['given'].items() if k not in ('served', 'samples')}
+        others = ('policy', 'served', 'samples')
+        settings = {k: v for k, v in made['given'].items() if k not in others}
         settings |= dict(data=made['settings']['data'], reference=made['settings']['policy'])
     settings |= dict(seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
     jobs = {}
@@ -141,8 +143,10 @@ def run(cfg: EvalConfig, run: Run):
 
     # the board of all judges
     board = leaderboard(judged, methods, cfg.reference, seed=cfg.seed, labels=labels)
-    kl = {m: read_summary(spec).get('kl') for m, spec in (short_names(cfg.outputs) | policies).items()}
-    if any(kl.values()): board['kl'] = board.method.map(kl)
+    kl = {}
+    for model, spec in (short_names(cfg.outputs) | policies).items():
+        kl[model] = read_summary(spec).get('kl', np.nan)
+    if not np.isnan([*kl.values()]).all(): board['kl'] = board.method.map(kl)
     if labels:
         first = next(iter(judges))
         _tell_corrections(run, first, judged[first].expected, labels)

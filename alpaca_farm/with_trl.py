@@ -167,7 +167,8 @@ def reward_function(
 
     def score(prompts, completions, completion_ids=None, **_):
         return scorer(read_completions(prompts, completions, completion_ids, ends))
-    score.__name__ = re.sub(r'\W+', '_', spec.rpartition(':')[2].rpartition('/')[2].removesuffix('.json'))
+    name = spec.rpartition(':')[2].rpartition('/')[2].removesuffix('.json')
+    score.__name__ = re.sub(r'\W+', '_', name)   # of its column in TRL's logs
     return score
 
 # %% ../nbs/with_trl.ipynb #91bef567
