@@ -8,21 +8,26 @@ __all__ = ['WORLD', 'EvalConfig', 'read_models', 'run']
 # %% ../nbs/eval.ipynb #020cfe11
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Len
+import numpy as np
 
 from .ask.client import ApiConfig
 from .boards.corrected import explain_differences, explain_win_rate, match_labels
-from .boards.judged import answers_to, judge_all, read_answers, short_names
+from .boards.judged import answers_to, judge_all, policy_names, policy_run
+from .boards.judged import read_answers, short_names
 from .boards.leaderboards import alpaca_eval_rows, check_column_names, leaderboard
 from .boards.leaderboards import leaderboard_figure, rank_agreement
 from .data.pairs import common_prompts, index_prompts, output_texts
 from .judging.judges import api_clients, check_known_names, JudgedConfig
 from .judging.judges import load_annotators, usage_totals
+from .run.jobs import run_or_fail
 from .run.progress import Progress
-from .run.runs import makes_run, Run, write_csv, write_figure
-from .run.settings import Count, Labels, Reads
+from .run.runs import makes_run, read_summary, Run, run_config, write_csv
+from .run.runs import write_figure
+from .run.settings import Count, Labels, Outside, Reads
 
 # %% ../nbs/eval.ipynb #9138e77a
 WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold')]
@@ -30,11 +35,27 @@ WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold'
 
 @dataclass
 class EvalConfig(ApiConfig, JudgedConfig):
-    "Settings of an evaluation."
+    """Settings of an evaluation.
+
+    Settings:
+      out : run folder (default: runs/eval)
+      outputs : runs or files (default: ['runs/dpo', 'runs/ppo'])
+      policies : models trained elsewhere, which answer as the reference has (default: [])
+      reference : folder or file of answers to compare with (default: runs/references)
+      columns : names of columns: ours, equals sign, yours (default: )
+      annotators : judges, as in `annotators` (default: ['runs/world/held_out_crowd.json',
+        'runs/world/pool.json', 'runs/world/gold.json'])
+      weights : annotator, equals sign, weight (default: [])
+      labels : people's labels of some answers, to correct the first judge (default: )
+      max_instances : use only the first n of the reference; 0: all (default: 0)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     out: str = 'runs/eval'              # run folder
     # runs or files
-    outputs: Annotated[list[str], Len(1), Reads(('outputs', 'candidates'))] = field(
+    outputs: Annotated[list[str], Reads(('outputs', 'candidates'))] = field(
         default_factory=lambda: ['runs/dpo', 'runs/ppo'])
+    # models trained elsewhere, which answer as the reference has
+    policies: Outside = field(default_factory=list)
     # folder or file of answers to compare with
     reference: Annotated[str, Reads(('outputs', 'candidates'))] = 'runs/references'
     columns: str = ''                   # names of columns: ours, equals sign, yours
@@ -50,14 +71,40 @@ class EvalConfig(ApiConfig, JudgedConfig):
         super().__post_init__()
         check_known_names(self.annotators, self.models, self.weights)
         check_column_names(list(short_names(self.annotators)))
+        policy_names(self.policies, [*short_names(self.outputs), 'reference'])
+        if not (self.outputs or self.policies):
+            raise ValueError('outputs = []: name the answers of a model, or a model in policies')
+
+# %% ../nbs/eval.ipynb #85a1cd6f
+def _answer_policies(cfg: EvalConfig) -> dict[str, str]:
+    "Let outside policies answer; return their runs by name."
+    settings = dict(data=cfg.reference)
+    made = run_config(cfg.reference)
+    if made.get('notebook') == 'best_of_n':
+        others = ('policy', 'served', 'samples')
+        settings = {k: v for k, v in made['given'].items() if k not in others}
+        settings |= dict(data=made['settings']['data'], reference=made['settings']['policy'])
+    settings |= dict(seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
+    jobs = {}
+    for name, policy in policy_names(cfg.policies, ()).items():
+        jobs[name] = policy_run(name, policy, str(Path(cfg.out).parent), **settings)
+    run_or_fail([*jobs.values()], 1, 'eval', 'the answers of policies')
+    return {name: job.out for name, job in jobs.items()}
 
 # %% ../nbs/eval.ipynb #4c8c0dc7
-def read_models(cfg: EvalConfig) -> dict:
-    "Read the answers by name of the model, the reference's first; `max_instances` is for all."
+def read_models(
+    cfg: EvalConfig,
+    others: dict = {},   # folders of further answers, by name
+) -> dict:
+    """Read the answers by name of the model, the reference's first; `max_instances` is for all.
+
+    Parameters:
+      others : folders of further answers, by name
+    """
     references = read_answers(cfg.reference, candidates=True, columns=cfg.columns)
     references = references[:cfg.max_instances or None]
     methods = dict(reference=references)
-    for name, spec in short_names(cfg.outputs).items():
+    for name, spec in (short_names(cfg.outputs) | others).items():
         answers = read_answers(spec, columns=cfg.columns)
         methods[name] = answers_to(answers, references) if cfg.max_instances else answers
     return common_prompts(methods)
@@ -101,7 +148,8 @@ def _write_judge_board(run, judge: str, preferences: dict, methods: dict) -> dic
 def run(cfg: EvalConfig, run: Run):
     "Judge the outputs and write a leaderboard."
     names = short_names(cfg.annotators)
-    methods = read_models(cfg)
+    policies = _answer_policies(cfg) if cfg.policies else {}
+    methods = read_models(cfg, policies)
     for name, rows in methods.items(): index_prompts(rows, name)   # refuses repeated ones
     references = methods['reference']
     others = {m: (rows, references) for m, rows in methods.items() if m != 'reference'}
@@ -113,6 +161,10 @@ def run(cfg: EvalConfig, run: Run):
 
     # the board of all judges
     board = leaderboard(judged, methods, cfg.reference, seed=cfg.seed, labels=labels)
+    kl = {}
+    for model, spec in (short_names(cfg.outputs) | policies).items():
+        kl[model] = read_summary(spec).get('kl', np.nan)
+    if not np.isnan([*kl.values()]).all(): board['kl'] = board.method.map(kl)
     if labels:
         first = next(iter(judges))
         _tell_corrections(run, first, judged[first].expected, labels)

@@ -15,7 +15,7 @@ import torch
 from .ask.client import ApiConfig
 from .boards.farm_board import farm_board, LABELLED_BY, ON_CROWD, parts_table
 from .boards.farm_board import write_boards
-from .boards.judged import short_names
+from .boards.judged import policy_names, policy_run, short_names
 from .boards.simulation import paired_tables, write_simulation
 from .judging.judges import JudgedConfig, load_annotators, utility_judge
 from .run.files import read_yaml
@@ -23,14 +23,33 @@ from .run.jobs import Job, run_jobs, study_job
 from .run.paths import at_root, notebooks_folder
 from .run.runs import check_run_folder, read_summary, recipes, run_config, start
 from .run.runs import write_csv
-from .run.settings import ASIDE, command, Count, Judge, Labels, Positive
+from .run.settings import ASIDE, command, Count, Judge, Labels, Outside
+from .run.settings import Positive
 from .run.settings import refuse_unknown
 from .worlds.folder import check_sizes, read_world, ROLES, World
 
 # %% ../nbs/farm.ipynb #4dbe3763
 @dataclass
 class FarmConfig(JudgedConfig):
-    "Settings of the farm."
+    """Settings of the farm.
+
+    Settings:
+      out : run folder of the farm's results; <runs>/farm when runs is another (default: runs/farm)
+      world : folder of the world; <runs>/world is made if it is not there (default: runs/world)
+      runs : folder of the runs; <world>_runs when only the world is another (default: runs)
+      methods : of the board; empty: all of farm.yaml (default: [])
+      seeds : replicates; those after the first in <runs>/seed_1, seed_2, ... (default: 1)
+      size : default, quick (coarser), or a file like nbs/recipes/quick.yaml (default: default)
+      workers : runs side by side; 0 for the number of cores (default: 0)
+      place : where the runs are made: empty for this machine, ray or slurm (default: )
+      crowd : annotators for the second training; empty: the crowd of each world (default: )
+      held_out : those who judge the board; empty: the held-out crowd of each world (default: )
+      pool : simulated annotators: they label and judge; empty: the pool of each world (default: )
+      labels : people's labels of the answers, to correct the win rates under held_out (default: )
+      policies : models trained elsewhere on labels of the first replicate's world: rows of its
+        board (default: [])
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     out: str = 'runs/farm'  # run folder of the farm's results; <runs>/farm when runs is another
     world: str = 'runs/world'  # folder of the world; <runs>/world is made if it is not there
     runs: str = 'runs'  # folder of the runs; <world>_runs when only the world is another
@@ -45,11 +64,14 @@ class FarmConfig(JudgedConfig):
     pool: Judge = ''  # simulated annotators: they label and judge; empty: the pool of each world
     # people's labels of the answers, to correct the win rates under held_out
     labels: Labels = ''
+    # models trained elsewhere on labels of the first replicate's world: rows of its board
+    policies: Outside = field(default_factory=list)
 
     def __post_init__(self):
         super().__post_init__()
         read_sizes(self.size)
         refuse_unknown('methods', self.methods, {row['method'] for row in RUNS.values()})
+        policy_names(self.policies, RUNS)
         if self.runs == 'runs' and self.world != 'runs/world': self.runs = f'{self.world}_runs'
         if self.runs != 'runs' and self.world == 'runs/world': self.world = f'{self.runs}/world'
         if self.runs != 'runs' and self.out == 'runs/farm': self.out = f'{self.runs}/farm'
@@ -113,7 +135,12 @@ def population(
     role: str,       # crowd, held_out or pool
     world: World,    # of the replicate
 ) -> str:
-    "Return who has a role: those of the setting, or the world's."
+    """Return who has a role: those of the setting, or the world's.
+
+    Parameters:
+      role : crowd, held_out or pool
+      world : of the replicate
+    """
     return getattr(cfg, role) or world.path(getattr(world, role))
 
 # %% ../nbs/farm.ipynb #005c5099
@@ -169,6 +196,19 @@ def _label_settings(cfg: FarmConfig, name: str, world: World, sizes: dict) -> di
         flips = dict(label_flip=world.label_flip)
     return dict(annotators=spec) | flips | world.asking
 
+# %% ../nbs/farm.ipynb #ba67da2d
+def _policy_jobs(cfg: FarmConfig, world: World, jobs: list[Job], machine: dict) -> list[Job]:
+    "The runs in which outside policies answer."
+    sft = world.model if world.policy else f'{cfg.runs}/sft'
+    asked = dict(data=world.folder, reference=sft, seed=cfg.seed, **machine)
+    made = {job.out for job in jobs}
+    found = []
+    for name, policy in policy_names(cfg.policies, RUNS).items():
+        job = policy_run(name, policy, cfg.runs, **asked)
+        job.needs = [path for path in (world.folder, sft) if path in made]
+        found.append(job)
+    return found
+
 # %% ../nbs/farm.ipynb #ed0efbab
 def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
     "Return the runs of one replicate."
@@ -194,7 +234,7 @@ def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
         made = {j.out for j in jobs}
         job.needs = [path for path in given.values() if path in made]
         jobs.append(job)
-    return jobs
+    return jobs if replicate else jobs + _policy_jobs(cfg, world, jobs, machine)
 
 # %% ../nbs/farm.ipynb #8deb72f2
 def _board_judges(cfg: FarmConfig, world: World) -> dict:
@@ -250,7 +290,10 @@ def _write_tables(folder, replicates: list[int], made: tuple) -> dict:
     for k, world in zip(replicates, worlds):
         runs = [name for name in LABELLED_BY if f'{_folder(cfg, k)}/{name}' in made]
         judges = _board_judges(cfg, world)
-        found = farm_board(_folder(cfg, k), world, judges, cfg.seed + k, runs, cfg.labels)
+        outside = {}
+        for name in policy_names(cfg.policies, RUNS) if k == 0 else ():
+            if f'{cfg.runs}/answers_{name}' in made: outside[name] = f'{cfg.runs}/answers_{name}'
+        found = farm_board(_folder(cfg, k), world, judges, cfg.seed + k, runs, cfg.labels, outside)
         for part, table in zip((answers, judged, boards), found): part.append(table)
     names = names_of(cfg, worlds[0])
     folder.write('names.json', names)

@@ -145,8 +145,11 @@ def _kinds(
     return kinds | {_BY_UTILITY.format(samples): 'ceiling'}
 
 
-def _origin(folder: str, row: str, kinds: dict) -> dict:
+def _origin(folder: str, row: str, kinds: dict, policies: dict) -> dict:
     "What made a row: its kind, who labelled, how far it is from SFT, and what it took."
+    if row in policies:   # who has labelled, and how often, nobody here knows
+        kl = read_summary(policies[row]).get('kl', np.nan)
+        return dict(kind='outside', trained_on='', kl=kl, labels=np.nan, cpu_seconds=np.nan)
     run = WORDS.get(row, row)
     kind = kinds.get(row, 'baseline')
     facts = dict(kind=kind, trained_on='', kl=np.nan, labels=0, cpu_seconds=0.)
@@ -189,13 +192,24 @@ def farm_board(
     seed: int,
     runs: list[str],     # names of the methods' runs
     labels: str = '',    # people's labels of answers, to correct the first judge
+    policies: dict = {},  # runs that have answered for outside policies, by row
 ) -> tuple:  # answers by row; {judge: {row: (instructions,) preferences over SFT}}; the DataFrame
-    "Judge the answers of all rows of a replicate."
+    """Judge the answers of all rows of a replicate.
+
+    Parameters:
+      folder : of the replicate's runs
+      judges : {column: judge}, first the held-out crowd, `crowd`
+      runs : names of the methods' runs
+      labels : people's labels of answers, to correct the first judge
+      policies : runs that have answered for outside policies, by row
+    Returns: answers by row; {judge: {row: (instructions,) preferences over SFT}}; the DataFrame
+    """
     import pandas as pd
     answers = method_answers(folder, runs)
     sft = answers['sft']
     candidates = read_answers(f'{folder}/eval_samples', candidates=True)
     others = _baseline_answers(folder, world, candidates) | _word_answers(folder, candidates)
+    for name, run in policies.items(): others[name] = read_answers(run)
     for name, rows in others.items(): answers[name] = answers_to(rows, sft)
     if 'pool' in judges and 'greedy SFT' in answers and not api_clients(judges['pool']):
         added = _suffixed(answers['greedy SFT'], candidates, sft, judges['pool'])
@@ -206,7 +220,7 @@ def farm_board(
     board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=columns,
                         labels=people)
     kinds = _kinds(len(candidates[0]['output']))
-    origins = [_origin(folder, row, kinds) for row in board.method]
+    origins = [_origin(folder, row, kinds, policies) for row in board.method]
     expected = {judge: own.expected for judge, own in judged.items()}
     return answers, expected, board.join(pd.DataFrame(origins))
 
@@ -229,7 +243,12 @@ def parts_table(
     worlds: list[World],     # of each replicate
     seed: int = 0,
 ):  # DataFrame: method, part, difference, low, high
-    "Tabulate the parts of the utility of all replicates' rows, minus SFT's, with intervals."
+    """Tabulate the parts of the utility of all replicates' rows, minus SFT's, with intervals.
+
+    Parameters:
+      replicates : answers by row, of each replicate
+      worlds : of each replicate
+    """
     import pandas as pd
     sft = [_mark_means(answers['sft'], world) for answers, world in zip(replicates, worlds)]
     tables = []
@@ -250,7 +269,13 @@ def write_boards(
     boards: list,   # the leaderboard of each replicate
     names: dict,    # who judges, by column
 ):
-    "Write boards and their figures; `crowd_sd` is the spread of each row over replicates."
+    """Write boards and their figures; `crowd_sd` is the spread of each row over replicates.
+
+    Parameters:
+      run : the farm's
+      boards : the leaderboard of each replicate
+      names : who judges, by column
+    """
     import pandas as pd
     spread = pd.concat(boards).groupby('method').crowd.std()
     named = {}
@@ -280,7 +305,7 @@ def short_board(folder: str):
     for method, row in board.iterrows():
         won[method] = f'{row.crowd:.1f} [{row.crowd_low:.1f}, {row.crowd_high:.1f}]'
     methods = [m for m in board.index if LABELLED_BY.get(m) == 'pool']
-    methods += board.index[board.kind.isin(['baseline', 'ceiling'])].tolist()
+    methods += board.index[board.kind.isin(['outside', 'baseline', 'ceiling'])].tolist()
     methods = [m for m in methods if m not in ON_CROWD.values()]
     columns = [name for name in ('pool', 'kl', 'length') if name in board]
     numbers = board.loc[methods, columns].round(1).astype(object).fillna('')

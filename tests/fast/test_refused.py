@@ -175,6 +175,9 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('rrhf', dict(reward_model=f'{HERE}:indifferent', missing_eos=''), 'nothing to rank'),
     ('expert_iteration', dict(rounds=61), '60 instructions'),
     ('best_of_n', STORED | dict(n=3), 'n = 3'),
+    ('best_of_n', dict(reference='{sft}'), 'reference'),   # beside a reward model
+    ('eval', dict(policies=['{world}', '{world}/model']), 'another row world'),
+    ('farm', dict(policies=['{sft}']), 'another row sft'),
     ('best_of_n', STORED | dict(skip=60), 'skip'),
     ('best_of_n', STORED | dict(split='eval'), 'split'),
     ('best_of_n', STORED | dict(temperature=.25), 'temperature'),

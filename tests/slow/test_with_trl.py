@@ -1,23 +1,33 @@
 "TRL trains on a world, by its own examples; skipped where TRL cannot be imported (PYTHONPATH)."
 import re
+import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 import tiny
-from alpaca_farm import with_trl
+from alpaca_farm import eval as evaluation, with_trl
+from alpaca_farm.boards.farm_board import farm_board
 from alpaca_farm.data.records import load_records
+from alpaca_farm.farm import farm_jobs, FarmConfig
+from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.model.rewards import reward
 from alpaca_farm.ppo import PPOConfig
+from alpaca_farm.run.files import read_json, write_json
+from alpaca_farm.run.runs import read_summary
 from alpaca_farm.train.online import load_prompts, rollout_scores, sample_rollout
 from alpaca_farm.with_trl import reward_function, to_datasets, TruthCallback, WorldEnvironment
+from alpaca_farm.worlds.folder import read_world
 
 needs_trl = pytest.mark.skipif(not find_spec('trl'), reason='no TRL here')
 COMMON = dict(use_cpu=True, bf16=False, report_to='none', save_strategy='no', disable_tqdm=True,
               logging_steps=1, max_steps=2, per_device_train_batch_size=8, seed=0)
+SAMPLED = dict(COMMON, num_generations=4, max_completion_length=8)
 
 
 @pytest.fixture
@@ -48,7 +58,8 @@ def test_dpo_by_trls_example(base, world, tmp_path):
         'model=': 'model=policy,',
         'train_dataset': 'train_dataset=dataset, args=args,'})
     args = trl.DPOConfig(output_dir=str(tmp_path), **COMMON)
-    names = dict(world=world, labels=str(base/'annotators'), policy=str(base/'sft'/'model'), args=args)
+    names = dict(world=world, labels=str(base/'annotators'), policy=str(base/'sft'/'model'),
+                 args=args)
     exec(code, names)
     losses = [r['loss'] for r in names['trainer'].state.log_history if 'loss' in r]
     assert len(losses) == 2 and losses[0] == pytest.approx(np.log(2), abs=.01)
@@ -64,7 +75,7 @@ def test_grpo_by_trls_example(base, world, tmp_path):
         'model=': 'model=policy,',
         'reward_funcs': 'reward_funcs=reward_function(reward_model, policy, world),',
         'train_dataset': 'train_dataset=dataset, args=args,'})
-    args = trl.GRPOConfig(output_dir=str(tmp_path), num_generations=4, max_completion_length=8, **COMMON)
+    args = trl.GRPOConfig(output_dir=str(tmp_path), **SAMPLED)
     names = dict(world=world, labels=str(base/'annotators'), policy=str(base/'sft'/'model'),
                  reward_model=str(base/'reward_model'), args=args)
     exec(code, names)
@@ -110,7 +121,7 @@ def test_an_environment_owns_requests_and_reward(base, world, tmp_path):
     trainer = trl.GRPOTrainer(
         policy, environment.reward, environment_factory=environment,
         train_dataset=environment.rows, processing_class=with_trl.tool_tokenizer(policy),
-        args=trl.GRPOConfig(output_dir=str(tmp_path), num_generations=4, max_completion_length=8, **COMMON))
+        args=trl.GRPOConfig(output_dir=str(tmp_path), **SAMPLED))
     trainer.train()
     known = {r['instruction'] for r in load_records(world, 'unlabeled')}
     for prompts in seen:   # groups of four answers to one request
@@ -124,10 +135,11 @@ def test_an_environment_owns_requests_and_reward(base, world, tmp_path):
 def test_the_truth_is_logged_and_changes_no_training(base, world, data, tmp_path):
     import trl
     def train(callback):
-        trainer = trl.DPOTrainer(str(base/'sft'/'model'), train_dataset=data['preference'],
-                                 args=trl.DPOConfig(output_dir=str(tmp_path), learning_rate=1e-2, **COMMON))
+        args = trl.DPOConfig(output_dir=str(tmp_path), learning_rate=1e-2, **COMMON)
+        trainer = trl.DPOTrainer(str(base/'sft'/'model'), args=args,
+                                 train_dataset=data['preference'])
         if callback:
-            trainer.add_callback(TruthCallback(trainer, world, every=1, requests=8, max_new_tokens=12))
+            trainer.add_callback(TruthCallback(trainer, world, 1, requests=8, max_new_tokens=12))
         trainer.train()
         return trainer
     plain, told = train(False), train(True)
@@ -148,3 +160,63 @@ def test_an_old_trl_is_named(found, refused, monkeypatch):
     monkeypatch.setattr(with_trl, 'version', version)
     with pytest.raises(ImportError, match='TRL 1.11.0.*1.12.0') if refused else nullcontext():
         with_trl.check_trl()
+
+
+@pytest.fixture(scope='module')
+def farm_folder(base, tmp_path_factory):
+    "A folder of runs that a board needs, and a model saved as TRL saves it."
+    folder = tmp_path_factory.mktemp('farm')
+    for name, n in (('references', 2), ('eval_samples', 2)):
+        tiny.run('best_of_n', base, folder/name, n=n, reward_model='', max_instances=0)
+    shutil.copytree(base/'sft'/'model', folder/'my'/'trl_dpo')
+    return folder
+
+
+def other_tokens(folder, target):
+    "Copy a model, with the ids of two tokens exchanged."
+    shutil.copytree(folder, target)
+    file = target/'tokenizer.json'
+    content = read_json(file)
+    vocab = content['model']['vocab']
+    one, two = sorted(vocab, key=vocab.get)[300:302]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
+    write_json(file, content)
+    return str(target)
+
+
+def test_eval_gives_an_outside_policy_a_row(base, world, farm_folder, monkeypatch):
+    monkeypatch.setattr(evaluation, 'run_or_fail', tiny.run_here)
+    folder = evaluation.run(evaluation.EvalConfig(
+        out=str(farm_folder/'eval'), outputs=[], policies=[str(farm_folder/'my'/'trl_dpo')],
+        reference=str(farm_folder/'references'), annotators=[f'{world}/pool.json'])).folder
+    board = pd.read_csv(folder/'leaderboard.csv', index_col='method')
+    assert {*board.index} == {'reference', 'trl_dpo'}
+    assert board.kl['trl_dpo'] == pytest.approx(0, abs=1e-4)   # it is the policy of the reference
+    answers, references = (read_json(farm_folder/run/'candidates.json')
+                           for run in ('answers_trl_dpo', 'references'))
+    for name in ('instruction', 'temperature', 'top_p'):
+        assert [r[name] for r in answers] == [r[name] for r in references]
+
+
+def test_the_farms_board_has_an_outside_policy(base, world, farm_folder):
+    cfg = FarmConfig(runs=str(farm_folder), world=world, policies=[str(farm_folder/'my'/'trl_dpo')])
+    job = farm_jobs(cfg)[-1]
+    assert job.out == str(farm_folder/'answers_trl_dpo') and job.needs == [f'{farm_folder}/sft']
+    assert not any('answers_trl_dpo' in job.out for job in farm_jobs(cfg, 1))
+    short = {k: tiny.SETTINGS['best_of_n'][k] for k in ('max_new_tokens', 'max_prompt')}
+    tiny.run_here([replace(job, settings=job.settings | dict(short, reference=str(base/'sft')))])
+    judges = dict(crowd=load_annotators(f'{world}/held_out_crowd.json', cfg))
+    _, _, board = farm_board(str(farm_folder), read_world(world), judges, 0, [],
+                             policies=dict(trl_dpo=job.out))
+    row = board.set_index('method').loc['trl_dpo']
+    assert row.kind == 'outside' and row.kl == pytest.approx(0, abs=1e-4)
+    assert row[['crowd', 'length', 'repetition']].notna().all()
+
+
+def test_a_kl_of_other_tokens_is_not_comparable(base, tmp_path, capsys):
+    policy = other_tokens(base/'sft'/'model', tmp_path/'other')
+    out = tiny.run('best_of_n', base, tmp_path/'answers', n=1, reward_model='', policy=policy,
+                   reference=str(base/'sft')).folder
+    summary = read_summary(out)
+    assert 'kl' not in summary
+    assert any('not comparable' in said and policy in said for said in summary['warnings'])

@@ -56,7 +56,11 @@ def _value_logprobs(policy, kinds: dict) -> dict:
 
 
 def base_verifier(folder: str):   # records -> (N,) bool
-    "Make the function that says which answers state what a world's base model approves."
+    """Make the function that says which answers state what a world's base model approves.
+
+    Parameters:
+      folder : records -> (N,) bool
+    """
     from alpaca_farm.model.logprobs import load_policy
     from alpaca_farm.run.settings import Config
     policy = load_policy(folder, Config())
@@ -81,7 +85,13 @@ def base_verdict(
     records: list[dict],   # the samples of each request one after the other
     folder: str,           # of the world, with its base model
 ) -> list[float]:  # 1 for the sample that is chosen, else 0
-    "Choose for each request the first sample whose statement the base model approves."
+    """Choose for each request the first sample whose statement the base model approves.
+
+    Parameters:
+      records : the samples of each request one after the other
+      folder : of the world, with its base model
+    Returns: 1 for the sample that is chosen, else 0
+    """
     approved = base_verifier(folder)(records)
     scores = [0.]*len(records)
     first = 0
