@@ -260,6 +260,7 @@ class Config(_Given):
     aside = ('out', 'tracker')
     sized_by = ()
     tables = {}
+    positional = ''   # the setting that the first word of a command line may give
 
     def __init_subclass__(cls, **more):
         super().__init_subclass__(**more)
@@ -464,6 +465,8 @@ def from_args(
 ):
     "Read settings from a command line; exits with a message of one line if they are invalid."
     parser = _parser(cls, description)
+    if cls.positional and args and not args[0].startswith('-'):
+        args = [f'--{cls.positional}', *args]
     options, unknown = parser.parse_known_args(args)
     options = vars(options)
     settings = {}

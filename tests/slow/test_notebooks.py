@@ -61,7 +61,8 @@ OWN = [*own('')]
 STUDIES = dict(hybrid=dict(budgets=[20]), effects=dict(methods=['best_of_n', 'dpo', 'simpo']),
                remedies=dict(steps=2, instances=4), labellers=dict(dialogues=[200], prompts=80),
                worth=dict(instances=24, labels=[10, 15], methods=['dpo']),
-               simulators=dict(methods=['best_of_n', 'dpo']))
+               simulators=dict(methods=['best_of_n', 'dpo']),
+               knowledge=dict(shares=[0., 1.], budgets=[20]))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
 STUDIES['regret'] = dict(labels=[21, 42, 63], draws=10)
 STUDIES['decoding'] = dict(instances=8, temperatures=[1., 0.])
@@ -107,8 +108,9 @@ def made(sizes, tmp_path_factory):
 
 def test_no_notebook_is_forgotten():
     "nbdev_test executes those without a run as a whole; a study exports nothing."
-    # test_course.py executes `exercises`
-    assert {p.stem for p in RUNNABLE} == {'farm', *FARMED, *OWN, *SILENT, *TOUR, 'exercises'}
+    # test_course.py executes `exercises`, test_bench.py `bench`
+    assert {p.stem for p in RUNNABLE} == {'farm', *FARMED, *OWN, *SILENT, *TOUR, 'exercises',
+                                          'bench'}
     for p in RUNNABLE:
         assert p.stem not in SILENT or not re.search(r'#\| *(slow|notest|eval)', p.read_text()), p
     studies = list((NBS/'studies').glob('*.ipynb'))
