@@ -40,8 +40,7 @@ _SECRET = 'ALPACA_FARM_BENCH_SEED'
 class BenchConfig(Config):
     "Settings of the bench."
     out: str = 'runs/bench_methods'  # run folder of the comparison
-    # what is compared: my_module:my_loss or my_advantage, the name of a loss, an advantage or a
-    # method, or the path of a policy with {world} in it; empty: only the worlds are made
+    # what is compared: module:function, a name, or my/policies/{world}; empty: nothing
     method: str = ''
     settings: Arguments = field(default_factory=dict)  # further settings of its runs: {"beta": 0.1}
     worlds: Annotated[int, Interval(ge=2, le=12)] = 12  # the first so many

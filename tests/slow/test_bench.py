@@ -30,7 +30,7 @@ def test_methods_stand_beside_dpo_ppo_and_the_nulls(mine, tmp_path, capsys):
     made = bench.run(BenchConfig(**mine, method='sigmoid', out=str(tmp_path/'same')))
     table = pd.read_csv(made.folder/'differences.csv').set_index('row')
     assert {'dpo', 'ppo', *NULLS} <= {*table.index}
-    assert table.difference['dpo'] == table.sd['dpo'] == table.detectable['dpo'] == 0
+    assert table.loc['dpo', ['difference', 'sd', 'detectable']].abs().max() < .002   # rounding
     line = read_json(made.folder/'row.json')
     assert line in capsys.readouterr().out
     page = (tiny.ROOT/'nbs'/'bench_results.md').read_text()
@@ -56,6 +56,8 @@ def test_methods_stand_beside_dpo_ppo_and_the_nulls(mine, tmp_path, capsys):
 def test_another_generator_of_worlds_is_another_version(mine, tmp_path, monkeypatch):
     cfg = BenchConfig(**mine)
     folder = tmp_path/'worlds'/'world'
+    for place in (folder, tmp_path/'worlds'/'seed_1'/'world'):
+        place.mkdir(parents=True)
     for split in ('sft', 'preference', 'unlabeled', 'val', 'eval'):
         tiny.write(folder/f'{split}.json', [dict(instruction='a')])
         tiny.write(tmp_path/'worlds'/'seed_1'/'world'/f'{split}.json', [dict(instruction='b')])
