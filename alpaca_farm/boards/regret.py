@@ -16,14 +16,7 @@ def halving_plan(
     labels: int,   # in all
     answers: int,  # of each method, the most that can be labelled
 ) -> list[tuple[int, int]]:  # of each round: methods still in, and labels of each by its end
-    """Plan the rounds of successive halving.
-
-    Parameters:
-      methods : trained
-      labels : in all
-      answers : of each method, the most that can be labelled
-    Returns: of each round: methods still in, and labels of each by its end
-    """
+    "Plan the rounds of successive halving."
     rounds = []
     number = max(1, math.ceil(math.log2(methods)))
     left = methods
@@ -39,13 +32,7 @@ def still_in(
     estimates,  # (..., M) win rates of the methods
     counts,     # (..., M) labels of each
 ) -> np.ndarray:  # (..., M)
-    """Give -1 to the methods that have fewer labels than others, since they were dropped.
-
-    Parameters:
-      estimates : (..., M) win rates of the methods
-      counts : (..., M) labels of each
-    Returns: (..., M)
-    """
+    "Give -1 to the methods that have fewer labels than others, since they were dropped."
     return np.where(counts == counts.max(-1, keepdims=True), estimates, -1.)
 
 # %% ../../nbs/boards/regret.ipynb #b017001a
@@ -59,16 +46,7 @@ def weigh_votes(
     lenience: float = .1,  # standard deviation of the judge's error on all methods alike
     spread: float = .05,   # typical standard deviation of its errors from method to method
 ) -> tuple[np.ndarray, np.ndarray]:  # people's rates (..., M) and their covariance (..., M, M)
-    """Estimate people's rates from a judge's rates and few votes (Fay and Herriot, 1979).
-
-    Parameters:
-      rates : (..., M) share of votes for each method's answers; any number where there are none
-      counts : (..., M) of these votes
-      judge : (..., M) the judge's rates
-      lenience : standard deviation of the judge's error on all methods alike
-      spread : typical standard deviation of its errors from method to method
-    Returns: people's rates (..., M) and their covariance (..., M, M)
-    """
+    "Estimate people's rates from a judge's rates and few votes (Fay and Herriot, 1979)."
     from scipy.special import softmax
     judge = np.asarray(judge)[..., None, :]
     eye = np.eye(judge.shape[-1])

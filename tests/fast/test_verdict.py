@@ -1,9 +1,12 @@
 "The base model's verdict: what is approved, and which sample is chosen."
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from alpaca_farm.model import logprobs
+from alpaca_farm.model.rewards import reward
 from alpaca_farm.worlds.embedded import verdict
 
 ASKED = 'I am late. Where does a frog live? Thanks!'
@@ -52,3 +55,22 @@ def test_the_first_approved_sample_of_each_request_is_chosen(pages):
     samples = answers('Hey, the den.', 'Hey, the pond.', 'Hey, the sea.')
     samples += answers('Hey, the den.', 'Hey, the cave.', 'Hey, the nest.', asked=later)
     assert verdict.base_verdict(samples, '') == [0, 1, 0, 1, 0, 0]
+
+
+def in_folder(records, folder): return [float(len(folder))]*len(records)
+
+
+def test_a_reward_with_a_folder_gets_that_of_the_data():
+    score = reward(f'{__name__}:in_folder', SimpleNamespace(data='runs/world'))
+    assert score(answers('a', 'b')) == [10, 10]
+
+
+def test_scattered_errors_are_as_many_of_either_kind(monkeypatch):
+    "The wrong statement that the verdict approves is refused as often as any other."
+    samples = answers(*['Hey, the pond.']*60, *['Hey, the sea.']*20, *['Hey, the den.']*20)
+    systematic = np.array([1.]*60 + [1.]*20 + [0.]*20)
+    monkeypatch.setattr(verdict, 'approval', lambda records, folder: systematic.tolist())
+    scattered = np.array(verdict.scattered_approval(samples, ''))
+    assert scattered[:60].all()
+    assert scattered[60:].sum() == 20
+    assert 5 <= scattered[60:80].sum() <= 15

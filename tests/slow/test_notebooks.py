@@ -64,6 +64,7 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects=dict(methods=['best_of_n', 'dp
                remedies=dict(steps=2, saved=1, instances=4, further=20), labellers=dict(dialogues=[200], prompts=80),
                worth=dict(instances=24, labels=[10, 15], methods=['dpo']),
                simulators=dict(methods=['best_of_n', 'dpo']),
+               knowledge=dict(shares=[0., 1.], budgets=[20]),
                which_figure=dict(instances=4, labels=[20], flips=[0.], biases=[.5]),
                alarms=dict(steps=2, saved=1, instances=4, cells=['pool_all_middle_0.05']))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
@@ -111,8 +112,9 @@ def made(sizes, tmp_path_factory):
 
 def test_no_notebook_is_forgotten():
     "nbdev_test executes those without a run as a whole; a study exports nothing."
-    # test_course.py executes `exercises`
-    assert {p.stem for p in RUNNABLE} == {'farm', *FARMED, *OWN, *SILENT, *TOUR, 'exercises'}
+    # test_course.py executes `exercises`, test_bench.py `bench`
+    assert {p.stem for p in RUNNABLE} == {'farm', *FARMED, *OWN, *SILENT, *TOUR, 'exercises',
+                                          'bench'}
     for p in RUNNABLE:
         assert p.stem not in SILENT or not re.search(r'#\| *(slow|notest|eval)', p.read_text()), p
     studies = list((NBS/'studies').glob('*.ipynb'))

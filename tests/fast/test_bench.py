@@ -1,0 +1,113 @@
+"The bench of methods: what is refused before any world is made, and what a comparison finds."
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from alpaca_farm import bench
+from alpaca_farm.bench import BenchConfig, differences, plan
+from alpaca_farm.dpo import Loss
+from alpaca_farm.run.files import read_json, write_json
+from alpaca_farm.run.settings import from_args
+
+
+def squared_hinge(h, beta): return torch.relu(1 - beta*h)**2
+
+
+def above_median(group): return group - group.median(1, keepdim=True).values
+
+
+def one_number(h, beta): return torch.relu(1 - beta*h).mean()
+
+
+def not_a_number(h, beta): return torch.log(-h.abs())
+
+
+def not_finite(group): return group/group.std(1, keepdim=True)
+
+
+OWN = Loss('of mean log-probs', squared_hinge, mean=True)
+
+
+@pytest.mark.parametrize('name, kind, run', [
+    ('squared_hinge', 'loss', 'dpo'), ('OWN', 'loss', 'dpo'),
+    ('above_median', 'advantage', 'rloo')])
+def test_a_function_is_told_apart_by_what_it_takes(name, kind, run):
+    planned = plan(f'{__name__}:{name}', {})
+    assert (planned.kind, planned.run) == (kind, run)
+    assert [*planned.settings.values()] == [f'{__name__}:{name}']
+
+
+@pytest.mark.parametrize('given, name', [
+    (dict(method=f'{__name__}:one_number'), 'one_number'),
+    (dict(method=f'{__name__}:not_a_number'), 'not_a_number'),
+    (dict(method=f'{__name__}:not_finite'), 'not_finite'),
+    (dict(method=f'{__name__}:nothing'), 'nothing'),
+    (dict(method='pio'), 'pio'),
+    (dict(method='ipo', settings=dict(betta=1)), 'betta'),
+    (dict(method='ipo', settings=dict(beta=-1)), 'beta'),
+    (dict(method='my/policies/{world}'), 'my/policies/0'),
+    (dict(method='runs'), '{world}'),
+    (dict(worlds=1), 'worlds'),
+    (dict(hidden=True), 'ALPACA_FARM_BENCH_SEED')])
+def test_what_cannot_be_compared_is_refused_with_the_settings(given, name, monkeypatch):
+    monkeypatch.delenv('ALPACA_FARM_BENCH_SEED', raising=False)
+    with pytest.raises((ValueError, TypeError, OSError)) as e:
+        BenchConfig(**given)
+    assert name in str(e.value)
+
+
+def test_hidden_worlds_have_the_seed_of_the_environment(monkeypatch):
+    monkeypatch.setenv('ALPACA_FARM_BENCH_SEED', '77')
+    cfg = BenchConfig(hidden=True)
+    farm = bench.worlds_farm(cfg)
+    assert (farm.seed, farm.seeds, farm.runs) == (77, 6, 'runs/bench_hidden')
+    assert '77' not in str(vars(cfg))
+
+
+def test_the_first_word_of_the_command_is_the_method():
+    cfg = from_args(BenchConfig, ['ipo', '--worlds', '4'])
+    assert (cfg.method, cfg.worlds) == ('ipo', 4)
+    assert from_args(BenchConfig, ['--worlds', '4']).method == ''
+
+
+def rates(lead, rng, worlds=12):
+    "Win rates whose worlds differ by 4 points, and DPO's and the method's luck by 1.5 points."
+    rows = []
+    for world in range(worlds):
+        level = rng.normal(57, 4)
+        for method, more in dict(dpo=0., new=lead, sft=-7.).items():
+            rows.append(dict(method=method, world=world, crowd=level + more + rng.normal(0, 1.5)))
+    return pd.DataFrame(rows)
+
+
+def test_two_planted_points_are_found_and_none_are_not():
+    "In four of five benches, and in one of twenty."
+    rng = np.random.default_rng(0)
+    found = []
+    for lead in (0., 2.):
+        low = [differences(rates(lead, rng), 'new').set_index('row').low['dpo'] for _ in range(100)]
+        found.append(np.mean(np.array(low) > 0))
+    assert found[0] < .08
+    assert .7 < found[1] < .95   # 2 points are about what is detectable
+    assert differences(rates(2., rng), 'new').set_index('row').detectable['dpo'] == \
+        pytest.approx(1.5*2**.5*.89, rel=.6)
+
+
+def test_shuffled_labels_are_the_same_labels_on_other_pairs(tmp_path):
+    pairs = [dict(instruction=str(k), output_1='a', output_2='b', preference=1 + k % 2)
+             for k in range(200)]
+    (tmp_path/'annotators').mkdir()
+    write_json(tmp_path/'annotators'/'preferences.json', pairs)
+    target = tmp_path/'shuffled'/'preferences.json'
+    target.parent.mkdir()
+    shuffle = bench._shuffle_labels
+    shuffle(str(tmp_path/'annotators'), str(target), 3)
+    found = read_json(target)
+    same = np.mean([a['preference'] == b['preference'] for a, b in zip(pairs, found)])
+    assert .35 < same < .65
+    assert [dict(p, preference=0) for p in found] == [dict(p, preference=0) for p in pairs]
+    assert sorted(p['preference'] for p in found) == sorted(p['preference'] for p in pairs)
+    before = target.stat().st_mtime_ns
+    shuffle(str(tmp_path/'annotators'), str(target), 3)
+    assert target.stat().st_mtime_ns == before
