@@ -348,4 +348,5 @@ def explain_differences(judged: dict, labels: dict) -> list[str]:
         known = ~np.isnan(f + votes)
         agreement = judge_agreement(f[known], votes[known])
         lines.append(_plan_text(f'{b} minus {a}', f[~np.isnan(f).any(1)], agreement, 2))
+    if lines: lines.append(f'in a duel of two: +-2 points take {(_Z/2/.02)**2:.0f} votes at most')
     return lines

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Design', 'needed_votes', 'number_answers', 'equal_share', 'draw_round', 'Duels', 'pair_rates', 'duel_interval',
-           'mean_rates', 'hold_duels', 'circular_share', 'duel_records', 'check_drawn']
+           'mean_rates', 'hold_duels', 'explain_duels', 'pair_table', 'circular_share', 'duel_records', 'check_drawn']
 
 # %% ../../nbs/judging/duels.ipynb #b3cdd783
 import math
@@ -64,7 +64,8 @@ def draw_round(
     place = {}   # of the vote on two texts
     for request in requests:
         for pair in pairs:
-            one, other = sorted(pair, key=lambda method: answers[method][request])
+            one, other = pair
+            if answers[one][request] > answers[other][request]: one, other = other, one
             texts = request, answers[one][request], answers[other][request]
             if texts[1] == texts[2]: continue
             if texts not in place:
@@ -85,6 +86,11 @@ class Duels(NamedTuple):
     def complete(self) -> bool:
         "Say whether all votes are there."
         return not np.isnan(self.votes).any()
+
+    def last_round(self) -> 'Duels':
+        "Select the duels of the last round, with their votes."
+        is_last = self.drawn[:, 3] == self.drawn[:, 3].max(initial=0)
+        return self._replace(drawn=self.drawn[is_last], votes=self.votes[is_last])
 
 
 def pair_rates(
@@ -111,10 +117,10 @@ def duel_interval(
     other: int,           # method
 ) -> Interval:
     "Estimate how often one method wins against another, by the votes of the last round alone."
-    is_last = found.drawn[:, 3] == found.drawn[-1, 3]
+    last = found.last_round()
     won = 0.
     n = 0
-    for (first, second, *_), vote in zip(found.drawn[is_last], found.votes[is_last]):
+    for (first, second, *_), vote in zip(last.drawn, last.votes):
         if {first, second} != {one, other}: continue
         won += float(vote if first == one else 1 - vote)
         n += 1
@@ -158,7 +164,7 @@ def hold_duels(
     budget: int,          # votes in all
     ask,                  # f(duels (n, 4)) -> votes (n,) for the first method in [0, 1], or nan
     design: Design = 'best',  # what is asked
-    score=mean_rates,     # f(rates, counts, methods): who stays in
+    score=None,   # f(rates, counts, methods): who stays in, by all votes; None: `mean_rates`
     seed: int = 0,        # of the order of methods and requests
 ) -> Duels:
     "Hold duels round by round, as the design says, until votes are spent or missing."
@@ -185,10 +191,54 @@ def hold_duels(
         if not found.complete(): return found
 
         # the best first
-        rates, counts = pair_rates(found, answers)
-        scores = rates[methods, 0] if design == 'reference' else score(rates, counts, methods)
+        counted = found if score or left > 1 else found.last_round()
+        rates, counts = pair_rates(counted, answers)
+        scores = (score or mean_rates)(rates, counts, methods)
+        if design == 'reference': scores = rates[methods, 0]
         methods = [methods[i] for i in np.argsort(-scores, kind='stable')]
     return found._replace(methods=methods)
+
+# %% ../../nbs/judging/duels.ipynb #cd02bed2
+def explain_duels(
+    found: Duels,
+    answers: np.ndarray,  # of `number_answers`
+    names: list[str],     # of the methods
+    design: Design = 'best',
+) -> list[str]:
+    "Say what the votes answer, or how many of them are missing."
+    missing = int(np.isnan(found.votes).sum())
+    if missing: return [f'round {found.drawn[-1, 3] + 1}: {missing} duels wait for a vote']
+
+    def against(one, other):
+        "Say how often a method wins against another."
+        value, low, high = (100*x for x in duel_interval(found, answers, one, other))
+        return f'{names[one]} wins {value:.0f} % [{low:.0f}, {high:.0f}] against {names[other]}'
+
+    best, *others = found.methods
+    if design == 'order': return ['the best first: ' + ', '.join(names[m] for m in found.methods)]
+    if design == 'reference': return [against(m, 0) for m in found.methods if m > 0]
+    lines = [f'best: {names[best]}']
+    if others: lines.append(f'last round: {against(best, others[0])}')
+    return lines
+
+
+def pair_table(
+    found: Duels,
+    answers: np.ndarray,  # of `number_answers`
+    names: list[str],     # of the methods
+):  # DataFrame: first, second, duels, win_rate of the second in %
+    "Tabulate the methods that met, by the votes of all rounds."
+    import pandas as pd
+    rates, counts = pair_rates(found, answers)
+    rows = []
+    for one, other in combinations(range(len(names)), 2):
+        if not counts[one, other]: continue
+        rows.append(dict(
+            first=names[one],
+            second=names[other],
+            duels=counts[one, other],
+            win_rate=100*rates[other, one]))
+    return pd.DataFrame(rows)
 
 # %% ../../nbs/judging/duels.ipynb #530325a5
 def circular_share(

@@ -13,7 +13,8 @@ from alpaca_farm.ask.store import Store
 from alpaca_farm.data.pairs import PAIR_FIELDS
 from alpaca_farm.data.records import load_records
 from alpaca_farm.labelling import _person_sees_swapped, _person_summary, LabellingConfig
-from alpaca_farm.labelling import LabellingPage, LabellingQueue, person_labels
+from alpaca_farm.labelling import DuelQueue, LabellingPage, LabellingQueue, MethodDuels
+from alpaca_farm.labelling import person_labels
 from alpaca_farm.run.runs import read_summary
 
 SECRETS = dict(generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.],
@@ -198,3 +199,58 @@ def test_two_people_one_store_one_run(tmp_path):
     assert len(load_records(one.out, 'preferences', 'preference')) == 5
     assert labelling.labelling_widget(cfg) is None
     assert type(labelling.labelling_widget(one)).__name__ == 'VBox'
+
+
+def duel_settings(tmp_path, **more):
+    "Three methods, the third of which writes the longest answers."
+    files = []
+    for k in range(3):
+        rows = [dict(instruction=f'Say {i}.', output='x'*(1 + (i + k) % 2 + 2*(k == 2)))
+                for i in range(60)]
+        files.append(tmp_path/f'method_{k}.json')
+        files[-1].write_text(json.dumps(rows))
+    return LabellingConfig(out=str(tmp_path/'duels'), methods=list(map(str, files)), budget=20,
+                           store=str(tmp_path/'a.sqlite'), **more)
+
+
+def duel_page(cfg, person): return LabellingPage(DuelQueue(MethodDuels(cfg), person), 0)
+
+
+def test_duels_are_shared_round_by_round(tmp_path):
+    "Ann and Bob vote by turns, one skips; all votes together are the budget, and the best is found."
+    cfg = duel_settings(tmp_path, repeat=0.)
+    duel_page(cfg, 'Ann').press_key('s')
+    for turn in range(10):
+        simulate_person(duel_page(cfg, ('Bob', 'Ann')[turn % 2]), longer, 2)
+    assert duel_page(cfg, 'Ann').pair is None
+    found, pairs, votes = MethodDuels(cfg).hold()
+    assert found.complete() and len(pairs) == 20 and {len(own) for own in votes} == {1}
+    assert sorted(value for own in votes for value in own.values() if value == .5) == [.5]
+    assert {pair['round'] for pair in pairs} == {0, 1}
+    assert found.methods[0] == 2
+    labelling.run(cfg)
+    summary = read_summary(cfg.out)
+    wanted = dict(labels=19, skipped=1, waiting=0, best=cfg.methods[2])
+    assert {k: summary[k] for k in wanted} == wanted
+    assert json.loads((tmp_path/'duels'/'to_label.json').read_text()) == []
+
+
+def test_votes_given_elsewhere_take_the_schedule_on(tmp_path):
+    "Whoever labels to_label.json gets the next round; a vote on another duel is refused."
+    cfg = duel_settings(tmp_path)
+    rows = []
+    for _ in range(2):
+        labelling.run(cfg)
+        waiting = json.loads((tmp_path/'duels'/'to_label.json').read_text())
+        assert len(waiting) == 10
+        rows += [dict(p, preference=v, annotator='Cy') for p, v in zip(waiting, longer(waiting))]
+        (tmp_path/'votes.json').write_text(json.dumps(rows))
+        cfg = duel_settings(tmp_path, labels=str(tmp_path/'votes.json'))
+    labelling.run(cfg)
+    assert read_summary(cfg.out)['best'] == cfg.methods[2]
+    labels = load_records(cfg.out, 'preferences', 'preference')
+    assert len(labels) == 20 and {r['annotator'] for r in labels} == {'Cy'}
+    rows[0]['output_1'] += 'y'
+    (tmp_path/'votes.json').write_text(json.dumps(rows))
+    with pytest.raises(ValueError, match='labels = .*votes.json.*method_'):
+        labelling.run(cfg)

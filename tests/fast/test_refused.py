@@ -67,6 +67,8 @@ FILES = dict(   # their names stand in braces below
     no_output=[dict(instruction='a')],
     long_prompt=[dict(instruction='word '*400)],
     one_prompt=[dict(instruction='One?')],
+    others=[dict(r, output='b') for r in ANSWERS],
+    not_drawn=[dict(instruction='Say 1.', output_1='a', output_2='c', preference=1, drawn='duel')],
     fair=thumbs(7, 'fair'),
     none=thumbs(10, None),
     soft=thumbs(7, 1.5),
@@ -189,6 +191,12 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('eval', dict(annotators=['nobody:judge']), 'nobody'),
     ('eval', dict(annotators=['alpaca_eval_gtp4']), 'alpaca_eval_gpt4'),
     ('eval', dict(annotators=[f'{HERE}:second', f'x.{HERE}:second_low']), 'second_low'),
+    # duels
+    ('labelling', dict(methods=['{answers}']), 'methods'),
+    ('labelling', dict(methods=['{answers}', '{others}'], budget=1), 'budget = 1'),
+    ('labelling', dict(methods=['{answers}', '{others}'], draw=5), 'draw'),
+    ('labelling', dict(methods=['{answers}', '{others}'], labels='{not_drawn}'), "'Say 1.'"),
+    ('labelling', dict(labels='{not_drawn}'), 'methods'),
     # worlds
     ('bring_your_own', dict(preferences='{label_7}'), "'preference'"),
     ('bring_your_own', dict(preferences='{no_second}'), "'output_2'"),

@@ -1,0 +1,82 @@
+"Duels between methods: what is drawn, what it costs, and what the votes are taken for."
+import numpy as np
+import pytest
+
+from alpaca_farm.judging.duels import duel_interval, hold_duels, pair_rates
+
+RNG = np.random.default_rng(0)
+CHOICES = RNG.integers(0, 4, (6, 200))
+ANSWERS = (CHOICES[:, None] == CHOICES[None]).argmax(1)   # the first method with the same text
+
+
+def coins(chance=.5, seed=0):
+    rng = np.random.default_rng(seed)
+    return lambda duels: rng.random(len(duels)) < chance
+
+
+def better(duels):
+    "The higher number of a text always wins."
+    one, other, request = duels[:, :3].T
+    return CHOICES[one, request] > CHOICES[other, request]
+
+
+@pytest.mark.parametrize('design', ['best', 'order', 'reference'])
+@pytest.mark.parametrize('budget', [6, 101, 10**5])
+def test_drawn_within_the_budget_on_different_answers_and_once(design, budget):
+    found = hold_duels(ANSWERS, budget, coins(), design)
+    assert len(found.asked) <= budget
+    one, other, request, number = found.asked.T
+    texts = {*zip(request, ANSWERS[one, request], ANSWERS[other, request])}
+    assert len(texts) == len(found.asked), 'two texts are voted on once'
+    assert (ANSWERS[one, request] < ANSWERS[other, request]).all()
+    for later in range(1, number.max() + 1):
+        assert not {*request[number == later]} & {*request[number < later]}, 'requests are new'
+    if budget == 101: assert len(found.asked) == budget
+    if design == 'reference': assert (found.drawn[:, :2] == 0).any(1).all()
+    if design == 'best': assert len(found.methods) == 2
+    else: assert sorted(found.methods) == [*range(6)]
+
+
+def test_a_vote_on_two_texts_counts_for_all_methods_that_wrote_them():
+    found = hold_duels(ANSWERS, 300, coins(), 'order')
+    votes = {}
+    for (one, other, request, _), vote in zip(found.drawn, found.votes):
+        texts = request, ANSWERS[one, request], ANSWERS[other, request]
+        assert votes.setdefault(texts, vote) == vote
+    assert len(votes) == len(found.asked) < len(found.drawn)
+
+
+def test_all_votes_give_the_rates_with_equal_answers_as_half():
+    found = hold_duels(ANSWERS, 10**5, better, 'order')
+    rates, counts = pair_rates(found, ANSWERS)
+    for one in range(6):
+        for other in range(6):
+            won = np.sign(CHOICES[one] - CHOICES[other])/2 + .5
+            assert rates[one, other] == pytest.approx(won.mean())
+            if one != other: assert counts[one, other] == (won != .5).sum()
+    value, low, high = duel_interval(found, ANSWERS, 4, 1)
+    assert low < value < high and value == pytest.approx(rates[4, 1])
+
+
+def test_a_method_that_always_wins_is_found():
+    def ask(duels): return duels[:, 0] > duels[:, 1]
+    different = np.arange(7)[:, None].repeat(60, 1)
+    for seed in range(5): assert hold_duels(different, 60, ask, seed=seed).methods[0] == 6
+    assert hold_duels(different, 500, ask, 'order').methods == [6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize('votes', [0, 1, 40, 99])
+def test_stopped_where_votes_are_missing_it_goes_on_the_same(votes):
+    whole = hold_duels(ANSWERS, 100, coins(.7))
+    known = dict(zip(map(tuple, whole.asked[:votes]), coins(.7)(whole.asked)))
+    def ask(duels): return [known.get(tuple(duel), np.nan) for duel in duels]
+    stopped = hold_duels(ANSWERS, 100, ask)
+    assert not stopped.complete()
+    assert (stopped.asked[:33] == whole.asked[:33]).all() and len(stopped.asked) >= 33
+
+
+def test_methods_without_a_difference_need_no_vote():
+    same = np.zeros((3, 20), int)
+    found = hold_duels(same, 50, coins())
+    assert len(found.asked) == 0 and found.complete()
+    assert tuple(duel_interval(found, same, 0, 1)) == (.5, .5, .5)
