@@ -1,26 +1,62 @@
 "What decide spends labels by: beside draws from the prior, and within the budget."
+from itertools import combinations
+
 import numpy as np
 import pytest
+from scipy.special import expit, logit, softmax
 
-from alpaca_farm.boards.regret import halving_plan, weigh_votes
+from alpaca_farm.boards import regret
+from alpaca_farm.boards.regret import halving_plan
 
 
-def test_judge_and_votes_beside_draws_from_the_prior():
-    "The mean and covariance are those of prior draws, weighted by how likely the votes are."
+def test_judge_and_duels_beside_draws_from_the_prior():
+    "What is believed is the prior's draws, weighted by how likely the votes are."
     rng = np.random.default_rng(0)
-    judge, rates, counts = np.array([.7, .6, .55]), np.array([.5, .62, .6]), np.array([8, 30, 0])
-    spreads = np.linspace(.005, .15, 16)
-    prior = np.exp(-(spreads/.05)**2/2)
-    s = rng.choice(spreads, (400_000, 1), p=prior/prior.sum())
-    truth = judge + .1*rng.normal(size=s.shape) + s*rng.normal(size=(len(s), 3))
-    weights = np.exp(-2*(counts*(rates - truth)**2).sum(1))
-    mean = weights @ truth/weights.sum()
-    off = truth - mean
-    found, covariance = weigh_votes(rates, counts, judge)
-    assert found == pytest.approx(mean, abs=.002)
-    assert covariance == pytest.approx((weights[:, None]*off).T @ off/weights.sum(), abs=3e-4)
-    several = weigh_votes(np.tile(rates, (2, 1)), np.tile(counts, (2, 1)), judge)
-    assert several[0][1] == pytest.approx(found) and several[1].shape == (2, 3, 3)
+    judge = np.array([.7, .6, .55])
+    rates = np.array([[.5, .4, .3, .5], [.6, .5, .3, .8], [.7, .7, .5, .5], [.5, .2, .5, .5]])
+    counts = np.array([[0, 5, 10, 0], [5, 0, 20, 10], [10, 20, 0, 0], [0, 10, 0, 0]])
+    prior = regret.believe_judge(logit((judge*1000 + .5)/1001))
+    component = rng.choice(len(prior.weights), 400_000, p=prior.weights)
+    roots = np.linalg.cholesky(prior.covariances)
+    truth = prior.means[0] + (roots[component] @ rng.normal(size=(400_000, 3, 1)))[..., 0]
+    strengths = np.insert(truth, 0, 0., 1)
+    evidence = np.zeros(len(truth))
+    for one, other in combinations(range(4), 2):
+        chance = expit(strengths[:, one] - strengths[:, other])
+        n = regret._WORTH*counts[one, other]
+        won = n*rates[one, other]
+        evidence += won*np.log(chance) + (n - won)*np.log(1 - chance)
+    weights = softmax(evidence)
+    found = regret.weigh_duels(rates, counts, np.eye(4), judge, 1000)
+    assert found.mean() == pytest.approx(weights @ truth, abs=.06)
+    drawn = regret.draw_win_rates(found, 20_000)
+    by_weight = regret.chances(expit(strengths[rng.choice(len(truth), 20_000, p=weights)]))
+    assert regret.chances(drawn)[0] == pytest.approx(by_weight[0], abs=.03)
+
+
+def test_votes_overrule_a_judge_fond_of_one_candidate():
+    "Eight are equal for people and judge; the judge gives the first 72 %."
+    judge = np.array([.72] + [.55]*7)
+    rates = np.full((9, 9), .5)
+    rates[0, 1:], rates[1:, 0] = .45, .55
+    counts = 5*(1 - np.eye(9, dtype=int))
+    by_judge, by_people, p = regret.judge_in_duels(rates, counts, np.eye(9), np.insert(judge, 0, .5))
+    assert by_people[1] < .52 and by_judge[1] > .67 and p[1] < .05
+    assert (np.delete(p, 1) > .2).all()
+    chance = regret.chances(regret.draw_win_rates(
+        regret.weigh_duels(rates, counts, np.eye(9), judge, 100)))[0]
+    assert chance[1] < .3
+
+
+def test_equal_answers_know_a_rate_better():
+    "Half of the answers are equal: the same votes are then about half of the rate."
+    rates, half = np.array([[.5, .4], [.6, .5]]), np.array([[1., .5], [.5, 1.]])
+    counts = np.array([[0, 10], [10, 0]])
+    spreads = []
+    for equal in (np.eye(2), half):
+        drawn = regret.draw_win_rates(regret.weigh_duels(rates, counts, equal, np.array([.6]), 100))
+        spreads.append(drawn[:, 1].std())
+    assert spreads[1] < .8*spreads[0]
 
 
 @pytest.mark.parametrize('methods', [1, 2, 5, 9])
