@@ -69,12 +69,15 @@ def check(command):
         if not module.startswith('alpaca_farm.'):
             return importlib.import_module(module)
         options = words[words.index(module) + 1:]
+        if options and not options[0].startswith('-'):
+            first = tiny.config_class(module.rpartition('.')[2]).positional
+            options.insert(0, f'--{first}')
         if '-f' in options:
             file = tiny.ROOT/options.pop(options.index('-f') + 1)
             options.remove('-f')
             if file.exists():
                 check_settings(module.rpartition('.')[2], yaml.safe_load(file.read_text()))
-        settings = {k.removeprefix('--'): yaml.safe_load(v) if v[0] == '[' else v
+        settings = {k.removeprefix('--'): yaml.safe_load(v) if v[0] in '[{' else v
                     for k, v in zip(options[::2], options[1::2])}
         check_settings(module.rpartition('.')[2], settings)
 
