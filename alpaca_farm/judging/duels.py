@@ -243,13 +243,13 @@ def pair_table(
 # %% ../../nbs/judging/duels.ipynb #530325a5
 def circular_share(
     rates: np.ndarray,  # (methods, methods)
-) -> float:  # of three methods or more
+) -> float:
     "Compute in which share of triples of methods the winners form a circle."
     circles = []
     for one, two, three in combinations(range(len(rates)), 3):
         wins = rates[one, two] > .5, rates[two, three] > .5, rates[three, one] > .5
         circles.append(all(wins) or not any(wins))
-    return float(np.mean(circles))
+    return float(np.mean(circles)) if circles else 0.
 
 # %% ../../nbs/judging/duels.ipynb #114983ca
 def duel_records(
