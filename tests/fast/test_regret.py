@@ -50,6 +50,16 @@ def test_votes_overrule_a_judge_fond_of_one_candidate():
     assert favourite[0] > .4 and favourite[1] < favourite[0] - .1
 
 
+def test_methods_that_have_not_met_are_not_compared():
+    rates = np.array([[.5, .4, np.nan], [.6, .5, np.nan], [np.nan, np.nan, .5]])
+    counts = np.array([[0, 10, 0], [10, 0, 0], [0, 0, 0]])
+    by_judge, by_people, p = regret.judge_in_duels(
+        rates, counts, np.eye(3), np.array([.5, .6, .7]))
+    assert by_people == pytest.approx([.4, .6, 0]) and p[2] == 1
+    beliefs = regret.weigh_duels(rates, counts, np.eye(3), np.array([.6, .7]), 100)
+    assert np.isfinite(beliefs.mean()).all()
+
+
 def test_equal_answers_know_a_rate_better():
     "Half of the answers are equal: the same votes are then about half of the rate."
     rates, half = np.array([[.5, .4], [.6, .5]]), np.array([[1., .5], [.5, 1.]])
