@@ -59,7 +59,7 @@ class DecideConfig(JudgedConfig):
     seeds: Positive = 2        # runs of each
     size: str = 'default'      # sizes of the runs, as in farm
     workers: Annotated[Count, ASIDE] = 0  # runs side by side; 0 for the number of cores
-    force: bool = False        # go on with a judge that has failed the check, and believe people alone
+    force: bool = False        # go on if the judge fails the check, and believe people alone
 
     def __post_init__(self):
         super().__post_init__()
@@ -218,7 +218,7 @@ def _has_room(
 # %% ../nbs/decide.ipynb #dec1de10
 class Board(NamedTuple):
     "Candidates' answers, and what a judge says of them beside SFT's."
-    answers: dict[str, list[dict]]  # SFT's first; the instructions in random order, each of one seed
+    answers: dict[str, list[dict]]  # SFT's first; instructions in random order, each of one seed
     judge: np.ndarray               # (instructions, M) preferences in [0, 1], means over the seeds
     facts: object                   # DataFrame of the farm's board: what needs no people
     trusted: bool = True            # whether the judge has passed the check
@@ -486,9 +486,9 @@ def _print_forecast(cfg: DecideConfig):
         jobs = candidate_jobs(cfg, k, ['', *cfg.methods])
         left += [job for job in jobs if not read_summary(job.out)]
     if not (left and expected): return
-    minutes = sum(job.cost for job in left)*spent/expected/60
-    print(f'{len(left)} runs are left: at most about {minutes:.0f} minutes of one core, if all take '
-          "as many times their usual time as the policy's first answers did")
+    minutes = max(1., sum(job.cost for job in left)*spent/expected/60)
+    print(f'runs left: {len(left)}, at most about {minutes:.0f} minutes of one core, '
+          "if all take as many times their usual time as the policy's first answers did")
 
 # %% ../nbs/decide.ipynb #1682a178
 def run(cfg: DecideConfig):

@@ -158,6 +158,7 @@ def judge_in_duels(
     from scipy.stats import binomtest
     strengths = logit(np.clip(judge, .01, .99))
     foretold = expit(strengths[:, None] - strengths)
+    rates = np.where(counts > 0, rates, .5)
     number = counts.sum(1)
     p = []
     for m, n in enumerate(number):
@@ -168,5 +169,5 @@ def judge_in_duels(
         p.append(binomtest(won, n, (counts[m]*chance).sum()/n).pvalue if n else 1.)
     number = np.maximum(number, 1)
     by_judge = (counts*foretold).sum(1)/number
-    by_people = (counts*np.where(counts > 0, rates, 0)).sum(1)/number
+    by_people = (counts*rates).sum(1)/number
     return by_judge, by_people, np.array(p)

@@ -18,7 +18,7 @@ def test_judge_and_duels_beside_draws_from_the_prior():
     prior = regret.believe_judge(logit((judge*1000 + .5)/1001))
     component = rng.choice(len(prior.weights), 400_000, p=prior.weights)
     roots = np.linalg.cholesky(prior.covariances)
-    truth = prior.means[0] + (roots[component] @ rng.normal(size=(400_000, 3, 1)))[..., 0]
+    truth = prior.means[component] + (roots[component] @ rng.normal(size=(400_000, 3, 1)))[..., 0]
     strengths = np.insert(truth, 0, 0., 1)
     evidence = np.zeros(len(truth))
     for one, other in combinations(range(4), 2):
@@ -43,9 +43,21 @@ def test_votes_overrule_a_judge_fond_of_one_candidate():
     by_judge, by_people, p = regret.judge_in_duels(rates, counts, np.eye(9), np.insert(judge, 0, .5))
     assert by_people[1] < .52 and by_judge[1] > .67 and p[1] < .05
     assert (np.delete(p, 1) > .2).all()
-    chance = regret.chances(regret.draw_win_rates(
-        regret.weigh_duels(rates, counts, np.eye(9), judge, 100)))[0]
-    assert chance[1] < .3
+    favourite = []
+    for n in (0, 1):
+        beliefs = regret.weigh_duels(rates, n*counts, np.eye(9), judge, 100)
+        favourite.append(regret.chances(regret.draw_win_rates(beliefs))[0, 1])
+    assert favourite[0] > .4 and favourite[1] < favourite[0] - .1
+
+
+def test_methods_that_have_not_met_are_not_compared():
+    rates = np.array([[.5, .4, np.nan], [.6, .5, np.nan], [np.nan, np.nan, .5]])
+    counts = np.array([[0, 10, 0], [10, 0, 0], [0, 0, 0]])
+    by_judge, by_people, p = regret.judge_in_duels(
+        rates, counts, np.eye(3), np.array([.5, .6, .7]))
+    assert by_people == pytest.approx([.4, .6, 0]) and p[2] == 1
+    beliefs = regret.weigh_duels(rates, counts, np.eye(3), np.array([.6, .7]), 100)
+    assert np.isfinite(beliefs.mean()).all()
 
 
 def test_equal_answers_know_a_rate_better():

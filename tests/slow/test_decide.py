@@ -117,9 +117,10 @@ def test_people_are_asked_in_rounds_and_other_pairs_only_check(mine, tmp_path, c
     summary = read_summary(folder)
     assert summary['others'] == 5
     assert summary['labels'] == len(pairs) <= 60
-    assert [p['drawn'] for p in pairs] == ['random']*18 + ['duel']*(len(pairs) - 18)
-    duels = pairs[18:]
-    assert {p['generator_1'] for p in pairs[:18]} == {'sft'}
+    assert [p['drawn'] for p in pairs] == ['random']*12 + ['duel']*(len(pairs) - 12)
+    duels = pairs[12:]
+    assert {p['generator_1'] for p in pairs[:12]} == {'sft'}
+    assert 'sft' in {p['generator_2'] for p in duels} | {p['generator_1'] for p in duels}
     table = pd.read_csv(folder/'win_rates.csv')
     by_method = pd.Series([p[name] for p in duels for name in ('generator_1', 'generator_2')])
     counts = table.set_index('second').n_labels
