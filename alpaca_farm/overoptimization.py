@@ -443,7 +443,7 @@ class FreeJobs:
     def rloo(self, name: str, rewards: str | list[str], **settings) -> Job:
         "Make the job of a policy that is trained on a reward model, or on several."
         sft = f'{self.farm}/sft'
-        return self.make(f'rloo_{name}', 'rloo_free', 30., [sft, *as_list(rewards)],
+        return self.make(f'rloo_{name}', 'rloo_free', 24., [sft, *as_list(rewards)],
                          **dict(reward_model=rewards, policy=sft, data=f'{self.farm}/world',
                                 steps=self.steps, save_every=self.save_every, eval_split='')
                          | settings)
@@ -452,7 +452,7 @@ class FreeJobs:
         "Make the job that measures the policy of this name at all its checkpoints."
         policy = f'{self.study}/rloo_{name}'
         return self.make(
-            f'curve_{name}', 'overoptimization', 16., [policy], policy=f'{self.farm}/sft',
+            f'curve_{name}', 'overoptimization', 12., [policy], policy=f'{self.farm}/sft',
             bank=f'{self.farm}/eval_samples', references=f'{self.farm}/references',
             world=f'{self.farm}/world', proxies=as_list(rewards), policies=[policy], answers=2,
             instances=self.instances)
