@@ -69,6 +69,8 @@ def check(command):
         if not module.startswith('alpaca_farm.'):
             return importlib.import_module(module)
         options = words[words.index(module) + 1:]
+        if options and options[0][0] != '-':   # the setting that needs no name
+            options.pop(0)
         if '-f' in options:
             file = tiny.ROOT/options.pop(options.index('-f') + 1)
             options.remove('-f')
