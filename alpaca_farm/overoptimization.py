@@ -167,7 +167,7 @@ def falls_from_best(
     "Subtract each world's last utility from that at the best point, picked on the other worlds."
     utility = np.asarray(utility, dtype=float)
     if len(utility) < 2:
-        raise ValueError('utility has 1 world: the best point is picked on others. Give two worlds')
+        raise ValueError('utility has 1 world, and its best point is picked on others. Give two worlds')
     falls = []
     for k, own in enumerate(utility):
         others = np.delete(utility, k, axis=0)

@@ -91,7 +91,7 @@ def config_class(notebook):
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, ValueError for one of another type."
     from alpaca_farm.run.settings import as_type, refuse_unknown
-    kinds = typing.get_type_hints(config_class(notebook))
+    kinds = typing.get_type_hints(config_class(notebook), include_extras=True)
     refuse_unknown(notebook, settings, [*kinds])
     for name, value in settings.items():
         as_type(name, value, kinds[name])

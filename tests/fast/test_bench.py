@@ -66,8 +66,8 @@ def test_hidden_worlds_have_the_seed_of_the_environment(monkeypatch):
 
 
 def test_the_first_word_of_the_command_is_the_method():
-    cfg = from_args(BenchConfig, ['ipo', '--worlds', '4'])
-    assert (cfg.method, cfg.worlds) == ('ipo', 4)
+    cfg = from_args(BenchConfig, ['ipo', '--worlds', '4', '--settings', '{"beta": 0.1}'])
+    assert (cfg.method, cfg.worlds, cfg.settings) == ('ipo', 4, dict(beta=.1))
     assert from_args(BenchConfig, ['--worlds', '4']).method == ''
 
 

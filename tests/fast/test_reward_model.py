@@ -127,8 +127,10 @@ def test_several_reward_models(base, likely):
     wanted = np.array([reward(s, cfg)(answers) for s in specs])
     assert reward(specs, cfg)(answers) == pytest.approx(wanted.mean(0), abs=1e-9)
     assert label_count(specs) == label_count(specs[0]) == 30
+    cfg = PPOConfig(**tiny.settings('ppo', base, out=f'{specs[0]}_ppo', reward_model=specs[0]))
+    true = utility(answers, cfg.data)   # a function of a world reads its folder
     mixed = reward([*specs, 'alpaca_farm.world:utility'], cfg)(answers)
-    assert mixed == pytest.approx((wanted.sum(0) + utility(answers))/3, abs=1e-9)
+    assert mixed == pytest.approx((wanted.sum(0) + true)/3, abs=1e-9)
     loaded = {s: load_scalar(s, cfg) for s in specs}
     with torch.no_grad():
         loaded[specs[1]].score.weight.fill_(float('nan'))
