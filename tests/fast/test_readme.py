@@ -69,6 +69,8 @@ def check(command):
         if not module.startswith('alpaca_farm.'):
             return importlib.import_module(module)
         options = words[words.index(module) + 1:]
+        if module == 'alpaca_farm.chat' and not options[0].startswith('-'):
+            options.insert(0, '--policy')
         if '-f' in options:
             file = tiny.ROOT/options.pop(options.index('-f') + 1)
             options.remove('-f')
