@@ -67,8 +67,10 @@ def describe_columns(
     names: dict = {},      # of columns: ours by theirs, where the user has named any
 ) -> str:
     "Say which columns were used, which were not, and what labels mean; empty for ours alone."
-    columns = dict.fromkeys(name for row in rows for name in row if name not in _NOTED)
-    kept = {name for record in records for name in record}
+    columns = {}   # in the order of the file
+    for row in rows: columns |= dict.fromkeys(row)
+    columns = {name: None for name in columns if name not in _NOTED}
+    kept = set().union(*records)
     labels = [c for c in columns if names.get(c, c) in _LABELS]
     known = _USED | _LABELS
     if {'conversation_a', 'full_conversation'} & columns.keys(): known.add('turn')   # of the vote

@@ -207,6 +207,22 @@ def _around_answer(tokenizer, prompt) -> tuple[str, str]:
     return lead, behind if found else ''
 
 # %% ../../nbs/data/text.ipynb #8d40843e
+def _split_behind(behind: str, tokenizer, added: dict) -> tuple[str, int | None, list[int]]:
+    "Divide what follows an answer's words: the text before its end, the end, the tokens after it."
+    tokens = _ids(behind, tokenizer)
+    end = next((i for i in tokens if i in added), None)
+    if end is None: return '', None, []
+    return behind.partition(added[end])[0], end, tokens[tokens.index(end) + 1:]
+
+
+def _split_lead(lead: str, added: dict) -> tuple[str, str]:
+    "Divide a text behind the last special token in it."
+    cut = 0
+    for text in added.values():
+        if text in lead: cut = max(cut, lead.rfind(text) + len(text))
+    return lead[:cut], lead[cut:]
+
+# %% ../../nbs/data/text.ipynb #b00eb833
 @lru_cache
 def _frame_of(tokenizer, template, chat_template) -> _Frame:
     "Find how answers stand behind the prompts of a format, or of the tokenizer's chat template."
@@ -216,15 +232,8 @@ def _frame_of(tokenizer, template, chat_template) -> _Frame:
     opened = prompt.rstrip().endswith('<think>')
     if opened and '</think>' not in lead: lead = '\n</think>\n\n'   # where the template has none
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
-    last = _ids(behind, tokenizer)
-    end = next((i for i in last if i in added), None)
-    rest = [] if end is None else last[last.index(end) + 1:]
-    gap = '' if end is None else behind.partition(added[end])[0]
-    cut = 0   # behind the last special token
-    for text in added.values():
-        if text in lead: cut = max(cut, lead.rfind(text) + len(text))
-    head = lead[:cut]
-    tail = lead[cut:]
+    gap, end, rest = _split_behind(behind, tokenizer, added)
+    head, tail = _split_lead(lead, added)
     behind_prompt = _anchors(prompt, tokenizer)
     anchors = _anchors(prompt + head, tokenizer)
     begin = _ids_behind(behind_prompt, [head], tokenizer)[0]

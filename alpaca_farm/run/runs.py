@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CHECKS', 'signed', 'read_signed', 'read_log', 'read_summary', 'run_config', 'run_of', 'notebook_hash', 'code_hash',
-           'check_weights', 'content_hash', 'describe_run', 'why_stale', 'is_fresh', 'recipes', 'methods', 'run_folder',
-           'recipe', 'start_notebook', 'build', 'ensure_inputs', 'changes', 'few_steps', 'Health', 'check_run_folder',
-           'free_name', 'Run', 'start', 'makes_run', 'write_csv', 'write_figure']
+           'content_hash', 'describe_run', 'why_stale', 'is_fresh', 'recipes', 'methods', 'recipe', 'start_notebook',
+           'build', 'ensure_inputs', 'changes', 'few_steps', 'Health', 'check_run_folder', 'free_name', 'Run', 'start',
+           'makes_run', 'write_csv', 'write_figure']
 
 # %% ../../nbs/run/runs.ipynb #f672d472
 import ast, json, math, os, platform, re, resource, subprocess, sys, time
@@ -235,7 +235,7 @@ def _hash_weights(run: Path) -> dict[str, str]:
     return {file.relative_to(run).as_posix(): file_hash(file) for file in sorted(files)}
 
 # %% ../../nbs/run/runs.ipynb #ed57dd42
-def check_weights(
+def _check_saved_weights(
     run: Path,            # folder of a finished run; any other has none
     again: bool = False,  # read large files, even if they seem to be unchanged
 ):
@@ -269,7 +269,7 @@ def content_hash(
     path = at_root(source)
     marks = []
     for file in _counted_files(path):
-        if file.suffix == '.safetensors': check_weights(file.parent.parent, again)
+        if file.suffix == '.safetensors': _check_saved_weights(file.parent.parent, again)
         marks.append((file.relative_to(path).as_posix(), file_hash(file)))
     return digest(sorted(marks)) if marks else source
 
@@ -410,14 +410,14 @@ def methods() -> dict[str, dict]:
             if row['method'] and row['labels'] == 'pool'}
 
 # %% ../../nbs/run/runs.ipynb #88cb17ef
-def run_folder(path: str) -> str:
+def _run_folder(path: str) -> str:
     "Return the folder of a run that a default names, itself or by a file in it."
     return str(Path(path).parent) if path.endswith('.json') else path
 
 # %% ../../nbs/run/runs.ipynb #807a41ff
 def recipe(path: str) -> tuple[str, dict] | None:
     "Find the notebook that makes a default run, and what differs from that notebook's defaults."
-    name = Path(run_folder(path)).name
+    name = Path(_run_folder(path)).name
     row = recipes().get(name, {})
     if notebook_path(name): return name, row.get('settings', {})
     if not row: return None
@@ -444,7 +444,7 @@ def build(notebook: str, out: str, **settings):
     for value in settings.values():   # what it reads
         for path in map(str, as_list(value)):
             known = path.startswith('runs/') and recipe(path)
-            if known: build(known[0], run_folder(path), **known[1])
+            if known: build(known[0], _run_folder(path), **known[1])
     output = Path(f'{at_root(out)}.txt')
     with locked(output):
         if is_fresh(out): return
@@ -515,7 +515,7 @@ def ensure_inputs(cfg: Config):
             cfg.check_path(name, path)
             _check_named(name, path)
             continue
-        out = run_folder(path)
+        out = _run_folder(path)
         if not is_fresh(out):
             stale[out] = made_by
             continue
@@ -951,7 +951,7 @@ def start(
     if len(set(gather_all(run.config['fingerprint']))) > 1:
         raise ValueError(f'out = {cfg.out}: code or inputs differ between its processes')
     if run.done:
-        once(check_weights, folder)
+        once(_check_saved_weights, folder)
         run.config = run.found
         run.adjust({name: run.found['settings'][name] for name in cfg.left_open})
         print(f'{cfg.out} is finished already: nothing to do')

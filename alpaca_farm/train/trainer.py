@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SAVE_AFTER', 'learning_rate', 'step_seed', 'batches', 'token_batch', 'example_lengths', 'answer_batch', 'adamw',
-           'stuck_share', 'Trainer', 'in_chunks']
+           'Trainer', 'in_chunks']
 
 # %% ../../nbs/train/trainer.ipynb #aaf8eb00
 import math, time
@@ -119,7 +119,7 @@ def adamw(groups: list[dict], cfg: TrainConfig):
 
 # %% ../../nbs/train/trainer.ipynb #d1a10914
 @torch.no_grad()
-def stuck_share(
+def _stuck_share(
     groups: list[dict],  # `params` and their `peak` learning rate
 ) -> float:
     "Compute the share of weights in 16 bits that a step of the peak learning rate does not move."
@@ -180,7 +180,7 @@ class Trainer:
             self.parameters += trained.values()
             rate = rates.get(name, self.cfg.learning_rate)
             groups += _weight_groups(trained, rate, rates, self.cfg.weight_decay)
-        run.health(dict(stuck=stuck_share(groups)))
+        run.health(dict(stuck=_stuck_share(groups)))
         self.optimizer = self.accelerator.prepare_optimizer(adamw(groups, self.cfg))
 
 # %% ../../nbs/train/trainer.ipynb #b9ef9057

@@ -587,7 +587,7 @@ def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
     failing = Future()
     failing.set_exception(RuntimeError('it broke'))
     place = jobs.Place(lambda *_: failing, [{}])
-    monkeypatch.setitem(jobs.PLACES, 'toys', lambda workers, gpus: place)
+    monkeypatch.setitem(jobs.JOB_PLACES, 'toys', lambda workers, gpus: place)
     given = read_json(folder/'config.json')['given'] | dict(learning_rate=.5)
     failed = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place='toys')
     assert len(failed) == 1 and f'{folder} was made with other settings: it is kept as sft~1' in \

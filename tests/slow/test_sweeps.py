@@ -74,7 +74,7 @@ def test_an_interrupted_table_ends_its_jobs(base, tmp_path, monkeypatch):
 
 def test_submitit_runs_a_chain(base, tmp_path, monkeypatch):
     pytest.importorskip('submitit')
-    monkeypatch.setitem(jobs.PLACES, 'local', functools.partial(jobs.slurm, cluster='local'))
+    monkeypatch.setitem(jobs.JOB_PLACES, 'local', functools.partial(jobs.slurm, cluster='local'))
     labels, model, bad = (str(tmp_path/name) for name in ('labels', 'model', 'bad'))
     given = tiny.settings('reward_model', base, preferences=labels)
     table = [Job(model, 'reward_model', given, [labels]),
