@@ -217,7 +217,7 @@ def falls_from_best(
     """
     utility = np.asarray(utility, dtype=float)
     if len(utility) < 2:
-        raise ValueError('utility has 1 world, and its best point is picked on others. Give two worlds')
+        raise ValueError('utility has one row: its best point is picked on other worlds. Give two')
     falls = []
     for k, own in enumerate(utility):
         others = np.delete(utility, k, axis=0)
@@ -474,7 +474,7 @@ SHAPES = dict(small=dict(hidden_size=64, ffn=160),
 
 @dataclass
 class FreeJobs:
-    "Jobs of a study in a world, which are reward models, policies on them without a penalty, their curves."
+    "Jobs of a study: reward models, policies on them without a penalty, and the policies' curves."
     farm: str    # folder of the farm's runs in this world
     study: str   # folder of the study's own
     seed: int    # of the world's runs
