@@ -318,14 +318,13 @@ def best_without_labels(
     records: list[dict],   # the samples of each request one after the other, with `logprob`
     folder: str,           # of the world, with its base model and its held-out crowd
 ) -> list[float]:  # 1 for the sample that is chosen, else 0
-    """Choose samples by the rule that the held-out crowd likes best for each asker.
+    """Choose samples by the rule whose choices the held-out crowd likes best.
 
     Parameters:
       records : the samples of each request one after the other, with `logprob`
       folder : of the world, with its base model and its held-out crowd
     Returns: 1 for the sample that is chosen, else 0
     """
-    specs = [request_of(r) for r in records]
     n = next((k for k, r in enumerate(records) if r['instruction'] != records[0]['instruction']),
              len(records))
     judges = read_population(f'{folder}/held_out_crowd.json')
@@ -339,11 +338,9 @@ def best_without_labels(
     approved = base_verifier(folder)(records)
     first = np.arange(0, len(records), n)   # sample of each request
     chosen = _rules(records, approved, n).argmax(2) + first   # (rules, requests)
-    askers = np.array([spec['asker'] for spec in specs[::n]])
+    best = worth[chosen].mean(1).argmax()
     scores = np.zeros(len(records))
-    for asker in ASKERS:
-        own = chosen[:, askers == asker]
-        if own.size: scores[own[worth[own].mean(1).argmax()]] = 1
+    scores[chosen[best]] = 1
     return scores.tolist()
 
 # %% ../nbs/world.ipynb #0fb8e141

@@ -244,7 +244,7 @@ def test_best_of_n_takes_what_stored_samples_were_drawn_with(base, tmp_path):
     assert run.config['settings']['max_new_tokens'] == theirs['max_new_tokens'] != 56
 
 
-WELL = dict(loss=.69, val_loss=.69, nll_before=2., nll=1.9, chosen=-3., rejected=-5., kl=4.,
+WELL = dict(same_tokens=1, loss=.69, val_loss=.69, nll_before=2., nll=1.9, chosen=-3., rejected=-5., kl=4.,
             clip_fraction=.1, reward_std=1., frac_reward_zero_std=.5, entropy=2., ended=.9,
             stuck=0., accuracy=.7, accuracy_low=.6, accuracy_high=.8, optimiser_steps=100,
             remedy='')

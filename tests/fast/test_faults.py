@@ -144,7 +144,7 @@ def test_prompts_that_are_too_long_are_counted(base, tmp_path, capsys, notebook)
 def test_pairs_that_are_too_long_are_counted(base, tmp_path, notebook, more):
     "Ten of sixty; one may be held out."
     rows = read_json(base/'annotators'/'preferences.json')
-    for i, r in enumerate(rows[:10]):
+    for i, r in enumerate(rows[-10:]):
         r['output_2'] = f'{i}' + ' very'*150
     file = tiny.write(tmp_path/'long.json', rows)
     tiny.run(notebook, base, tmp_path/'out', preferences=file, **more)

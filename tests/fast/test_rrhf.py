@@ -195,7 +195,7 @@ def test_own_candidates(base, models, decoding, groups):
         return [d['output'] for d in made]
     plain = drawn()
     assert {len(x) for x in plain} == {4}
-    assert sum(len(set(x)) for x in plain) > 18
+    assert sum(len(set(x)) for x in plain) > 10
     assert (drawn(temperature=.5) == plain) == (decoding != 'sample')
     if groups > 1:
         assert {len(set(x)) for x in drawn(diversity_penalty=0.)} == {1}
