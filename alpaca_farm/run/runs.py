@@ -118,6 +118,7 @@ def _places() -> tuple[str, ...]:
 def _module_files(name: str, places: tuple) -> dict[Path, str]:
     "Find the files that an import executes, its packages' too, with the names of their packages."
     found = {}
+    if name.partition('.')[0] != 'alpaca_farm': places = places[1:]   # installed beside ours
     for place in map(Path, places):
         path = place
         for part in name.split('.'):

@@ -38,9 +38,11 @@ def wheel(tmp_path_factory):
 @pytest.fixture(scope='module')
 def outside(wheel, tmp_path_factory):
     "A working folder in no checkout, and the variables with which Python finds the wheel's package."
-    site = tmp_path_factory.mktemp('site')
+    site = tmp_path_factory.mktemp('venv')/'lib'/'python3'/'site-packages'
+    site.mkdir(parents=True)
     said_by([sys.executable, '-m', 'pip', 'install', '-q', '--no-deps', '--no-index',
              '--no-compile', '--target', str(site), str(wheel)], site)
+    (site/'neighbour.py').write_text('import json')
     return tmp_path_factory.mktemp('outside'), dict(PYTHONPATH=str(site))
 
 
@@ -63,13 +65,15 @@ import alpaca_farm
 from alpaca_farm.farm import FarmConfig
 from alpaca_farm.judging.prompts import judge_config_file
 from alpaca_farm.run.paths import at_root, notebook_path, notebooks_folder
-from alpaca_farm.run.runs import recipe
+from alpaca_farm.run.runs import _module_files, _places, recipe
 package = Path(alpaca_farm.__file__).parent
 assert package.parent == Path(SITE), package
 assert notebooks_folder() == package/'nbs', notebooks_folder()
 assert recipe('runs/sft') == ('sft', {}) and FarmConfig(size='quick')
 assert notebook_path('best_of_n').is_file() and at_root('runs/a') == Path.cwd()/'runs'/'a'
 assert judge_config_file('structured') and judge_config_file('open_pool')
+assert not _module_files('neighbour', _places())   # whose code makes no run another one
+assert _module_files('alpaca_farm.dpo', _places())
 print('all is there')
 '''.replace('SITE', repr(outside[1]['PYTHONPATH']))
     assert 'all is there' in said_by([sys.executable, '-c', code], tmp_path, **outside[1])
