@@ -442,8 +442,8 @@ class FreeJobs:
         sft = f'{self.farm}/sft'
         return self.make(f'rloo_{name}', 'rloo_free', 24., [sft, *as_list(rewards)],
                          **dict(reward_model=rewards, policy=sft, data=f'{self.farm}/world',
-                                steps=self.steps, save_every=self.save_every, eval_split='')
-                         | settings)
+                                steps=self.steps, save_every=self.save_every, eval_split='',
+                                learning_rate=7e-4) | settings)
 
     def curve(self, name: str, rewards: str | list[str]) -> Job:
         "Make the job that measures the policy of this name at all its checkpoints."
