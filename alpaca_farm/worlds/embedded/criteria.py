@@ -83,13 +83,7 @@ def answer_matrix(
     field: str = 'output',    # of the records, with the answer
     truth: Truth = WRITTEN,   # of the world
 ) -> np.ndarray:  # (records, COLUMNS)
-    """Mark the answers in a field; ValueError for a request of another world.
-
-    Parameters:
-      field : of the records, with the answer
-      truth : of the world
-    Returns: (records, COLUMNS)
-    """
+    "Mark the answers in a field; ValueError for a request of another world."
     rows = []
     for r in records:
         request = f"{r['instruction']} {r.get('input') or ''}".strip()
@@ -101,10 +95,6 @@ def utility(
     records: list[dict],
     folder: str = '',      # of the world; empty: the written one
 ) -> list[float]:
-    """Compute the hidden utility $U$ of each record's `output`.
-
-    Parameters:
-      folder : of the world; empty: the written one
-    """
+    "Compute the hidden utility $U$ of each record's `output`."
     truth = read_truth(folder)
     return (answer_matrix(records, truth=truth) @ quality(truth)).tolist()
