@@ -87,7 +87,12 @@ class Author:
         behaviour: str,     # of BEHAVIOURS
         rng: random.Random,
     ) -> bool:
-        "Decide whether the author does something for this asker."
+        """Decide whether the author does something for this asker.
+
+        Parameters:
+          spec : of a request
+          behaviour : of BEHAVIOURS
+        """
         asker = spec['asker']
         if rng.random() < abs(self.minds):
             return (asker in self.truth.wanted[behaviour]) == (self.minds > 0)

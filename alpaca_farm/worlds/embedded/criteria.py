@@ -83,7 +83,13 @@ def answer_matrix(
     field: str = 'output',    # of the records, with the answer
     truth: Truth = WRITTEN,   # of the world
 ) -> np.ndarray:  # (records, COLUMNS)
-    "Mark the answers in a field; ValueError for a request of another world."
+    """Mark the answers in a field; ValueError for a request of another world.
+
+    Parameters:
+      field : of the records, with the answer
+      truth : of the world
+    Returns: (records, COLUMNS)
+    """
     rows = []
     for r in records:
         request = f"{r['instruction']} {r.get('input') or ''}".strip()
@@ -95,6 +101,10 @@ def utility(
     records: list[dict],
     folder: str = '',      # of the world; empty: the written one
 ) -> list[float]:
-    "Compute the hidden utility $U$ of each record's `output`."
+    """Compute the hidden utility $U$ of each record's `output`.
+
+    Parameters:
+      folder : of the world; empty: the written one
+    """
     truth = read_truth(folder)
     return (answer_matrix(records, truth=truth) @ quality(truth)).tolist()

@@ -80,6 +80,11 @@ def sample_page(
     truth: Truth = WRITTEN,   # of the world
     right: float = 0.,        # share of the mistakes about contested facts that are corrected
 ) -> str:
-    "Write a page of three texts."
+    """Write a page of three texts.
+
+    Parameters:
+      truth : of the world
+      right : share of the mistakes about contested facts that are corrected
+    """
     texts = rng.choices(list(_TEXTS), _TEXTS.values(), k=3)
     return ' '.join(text(rng, truth, right) for text in texts)
