@@ -16,6 +16,7 @@ start: .venv/ready       ## the tour, into runs/start.ipynb
 
 farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
+	@echo 'Reward models add 0.2 times the log-likelihood of the answer to its score, which holds policies near SFT.'
 	@echo 'Win rates over SFT in % (95 % interval): of the methods, learning from the pool'"'"'s labels, or from the crowd'"'"'s,'
 	@echo 'then of what is won without training; KL from SFT in nats per answer; words of an answer.'
 	@$(BIN)/python -c "from alpaca_farm.boards.farm_board import short_board; print(short_board('runs/farm').to_string())"
