@@ -57,6 +57,7 @@ def _capturing_shell():
 
         def showtraceback(self, *_, **__): pass   # it is in the outputs
 
+    InteractiveShell.clear_instance()   # of a notebook before
     shell = Shell.instance(config=Config(HistoryManager=dict(enabled=False)))
     shell.places = {}
     shell.enable_matplotlib('inline')

@@ -68,11 +68,13 @@ def test_every_replicate_has_a_crowd_of_its_own(replicate, folder):
 
 
 def test_a_population_is_named_by_its_file(base):
-    "The annotators of a world's files are those of its module."
+    "The annotators of a world's files are those that its seed draws."
     pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
-    for who in ('crowd', 'held_out_crowd', 'pool'):
-        group = load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig())
-        assert group(pairs) == pytest.approx(getattr(world, who)(pairs)), who
+    truth = world.sample_truth(0)
+    drawn = [world.sample_crowd(0, who, truth=truth) for who in ('crowd', 'held_out_crowd')]
+    for wanted in (*drawn, world.sample_pool(0, truth=truth)):
+        group = load_annotators(str(base/'world'/f'{wanted.name}.json'), AnnotatorsConfig())
+        assert group(pairs) == pytest.approx(wanted(pairs)), wanted.name
     assert flip_share(-1, str(base/'world'/'pool.json')) == .1
     assert flip_share(-1, str(base/'annotators'/'preferences.json')) == 0
 

@@ -287,7 +287,7 @@ def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch
 
 
 BASELINES = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4', 'bag of words',
-             'bag of words_crowd', 'words x asker', 'words x asker_crowd',
+             'bag of words_crowd', 'words x asker', 'words x asker_crowd', 'base verdict',
              'best of 4 by the utility', 'best without labels', 'an expert'}
 
 

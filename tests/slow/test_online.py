@@ -82,7 +82,7 @@ def test_a_checkpoint_is_chosen_by_single_labels_that_count(base, tmp_path):
     more = dict(steps=2, eval_every=1, eval_split='')
     last = tiny.run('ppo', base, tmp_path/'last', **more).folder
     assert read_summary(last)['best_step'] == 2
-    judged = dict(more, annotators='alpaca_farm.world:pool')
+    judged = dict(more, annotators=str(base/'world'/'pool.json'))
     chosen = tiny.run('ppo', base, tmp_path/'chosen', **judged).folder
     counted = [r['val_labels'] for r in read_log(chosen)]
     assert 0 < max(counted) <= 8
@@ -111,7 +111,7 @@ def test_answers_are_sampled_with_settings_of_their_own(base, answered):
 def test_a_board_says_that_its_rows_are_answered_differently(base, answered, tmp_path, capsys):
     from alpaca_farm import eval as ev
     cfg = ev.EvalConfig(out=str(tmp_path/'eval'), outputs=[str(answered)],
-                        reference=str(base/'sft'), annotators=['alpaca_farm.world:pool'])
+                        reference=str(base/'sft'), annotators=[str(base/'world'/'pool.json')])
     ev.run(cfg)
     assert 'not answered alike' in capsys.readouterr().out
     rows = list(csv.DictReader(open(tmp_path/'eval'/'leaderboard.csv')))

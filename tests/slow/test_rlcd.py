@@ -207,7 +207,7 @@ def test_a_served_model(base, tmp_path):
 def test_dialogue_pages():
     from alpaca_farm.worlds.embedded.grammar import is_held_out, parse
     rng = random.Random(0)
-    pages = [world.dialogue_page(world.WorldConfig(), rng) for _ in range(1500)]
+    pages = [world.dialogue_page(world.WorldConfig(), world.WRITTEN, rng) for _ in range(1500)]
     answers = [p.split('\n\nAssistant') for p in pages if '\n\nAssistant' in p]
     assert 800 < len(answers) < 1000
     skill = {who: [] for who in world.DESCRIBED}

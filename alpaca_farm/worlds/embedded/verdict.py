@@ -148,6 +148,7 @@ def scattered_approval(
       folder : of the world, with its base model
     """
     approved = np.array(approval(records, folder))
-    right = answer_matrix(records)[:, COLUMNS.index('correct')] > 0
+    marks = answer_matrix(records, truth=read_truth(folder))
+    right = marks[:, COLUMNS.index('correct')] > 0
     chances = [hash_uniform(k, r['instruction'], r['output']) for k, r in enumerate(records)]
     return _scatter(approved, right, np.array(chances)).tolist()
