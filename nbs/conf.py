@@ -74,7 +74,8 @@ def write_pages(app):
                         f'```{{eval-rst}}\n.. automodule:: {module}\n   :members:\n```\n')
     shown = tree('Modules', modules).replace(':hidden:', ':maxdepth: 1')
     (source/'api'/'index.md').write_text('# Modules\n\n' + shown)
-    others = sorted(p.stem for p in source.glob('*.md') if p.stem != 'index')
+    texts = [*source.glob('*.md'), *source.glob('studies/*.md')]
+    others = sorted(str(p.relative_to(source).with_suffix('')) for p in texts if p.stem != 'index')
     parts = {}
     for n in notebooks:
         part = n.split('/')[0] if '/' in n else 'notebooks'

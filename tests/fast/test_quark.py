@@ -98,7 +98,7 @@ def test_untouched_vocabulary(models):
 def test_run_with_tokens(base, tmp_path):
     out = tmp_path/'quark'
     log, _ = train(base, out, best_quantile_only=False, clear_pool=False,
-                   annotators='alpaca_farm.world:pool')
+                   annotators=str(base/'world'/'pool.json'))
     assert [r['pool'] for r in log] == [16, 32, 48]
     assert ['reward_worst' in r for r in log] == [False, True, True]
     assert abs(log[0]['kl']) < 1e-4   # first asked without a token
