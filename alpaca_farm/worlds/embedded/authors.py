@@ -38,8 +38,18 @@ _REMARKS = dict.fromkeys(FACTS, ('I saw one.', 'I like it.')) | dict(
 
 
 @lru_cache
-def details(truth: Truth, kind: str, thing: str) -> tuple[str, ...]:
-    "List the sentences that say more about what is asked."
+def details(
+    truth: Truth,   # of the world
+    kind: str,      # of question
+    thing: str,     # that is asked about
+) -> tuple[str, ...]:
+    """List the sentences that say more about what is asked.
+
+    Parameters:
+      truth : of the world
+      kind : of question
+      thing : that is asked about
+    """
     facts = []
     for other in FACTS if kind in FACTS else ():
         if other == kind or truth.contested(dict(kind=other, thing=thing)): continue

@@ -21,9 +21,18 @@ _PIECE = re.compile(r'[^.,:!?]+[.,:!?]*')
 _PART = {phrase.lower(): part for part, phrases in PHRASES.items() for phrase in phrases}
 
 
-def parts(spec: dict, answer: str, truth: Truth = WRITTEN) -> dict[str, list[str]]:
+def parts(
+    spec: dict,               # of the request
+    answer: str,
+    truth: Truth = WRITTEN,   # of the world
+) -> dict[str, list[str]]:
     """Divide an answer into its pieces by part: opening, statement, detail, caution, source,
-    offer, flattery, stray."""
+    offer, flattery, stray.
+
+    Parameters:
+      spec : of the request
+      truth : of the world
+    """
     statements = sayings(spec['kind'])
     more = map(str.lower, details(truth, spec['kind'], spec['thing']))
     part_of = dict.fromkeys(statements, 'statement') | dict.fromkeys(more, 'detail') | _PART
@@ -43,8 +52,17 @@ _MOST = 20                                   # stray words that count
 
 
 @lru_cache(maxsize=200_000)
-def marks(instruction: str, output: str, truth: Truth = WRITTEN) -> tuple[float, ...]:
-    "Mark an answer, in the order of COLUMNS; ValueError for a request of another world."
+def marks(
+    instruction: str,
+    output: str,              # the answer
+    truth: Truth = WRITTEN,   # of the world
+) -> tuple[float, ...]:
+    """Mark an answer, in the order of COLUMNS; ValueError for a request of another world.
+
+    Parameters:
+      output : the answer
+      truth : of the world
+    """
     spec = parse(instruction)
     kind = spec['kind']
     thing = spec['thing']

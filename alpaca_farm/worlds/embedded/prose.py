@@ -26,8 +26,17 @@ def _state(
     return rng.choice(truth.right[kind][thing])
 
 
-def describe(rng: random.Random, truth: Truth = WRITTEN, right: float = 0.) -> str:
-    "State two or three facts about an animal."
+def describe(
+    rng: random.Random,
+    truth: Truth = WRITTEN,   # of the world
+    right: float = 0.,        # share of the mistakes about contested facts that are corrected
+) -> str:
+    """State two or three facts about an animal.
+
+    Parameters:
+      truth : of the world
+      right : share of the mistakes about contested facts that are corrected
+    """
     animal = rng.choice(list(truth.right['home']))
     sentences = []
     for fact in rng.sample(FACTS, rng.choice((2, 3))):
@@ -37,8 +46,17 @@ def describe(rng: random.Random, truth: Truth = WRITTEN, right: float = 0.) -> s
     return ' '.join(map(capitalise, sentences))
 
 # %% ../../../nbs/worlds/embedded/prose.ipynb #a174641c
-def talk(rng: random.Random, truth: Truth = WRITTEN, right: float = 0.) -> str:
-    "Let somebody ask and somebody answer."
+def talk(
+    rng: random.Random,
+    truth: Truth = WRITTEN,   # of the world
+    right: float = 0.,        # share of the mistakes about contested facts that are corrected
+) -> str:
+    """Let somebody ask and somebody answer.
+
+    Parameters:
+      truth : of the world
+      right : share of the mistakes about contested facts that are corrected
+    """
     name, = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])
     kind = KINDS[name]
     thing = rng.choice(list(truth.right[name]))

@@ -67,8 +67,18 @@ def _sample_facts(rng: random.Random) -> dict:
 
 # %% ../../../nbs/worlds/embedded/truth.ipynb #60d046bc
 @lru_cache
-def common_mistake(truth: Truth, kind: str, thing: str) -> str:
-    "Return the wrong answer about a thing that careless authors give."
+def common_mistake(
+    truth: Truth,   # of the world
+    kind: str,      # of question
+    thing: str,     # that is asked about
+) -> str:
+    """Return the wrong answer about a thing that careless authors give.
+
+    Parameters:
+      truth : of the world
+      kind : of question
+      thing : that is asked about
+    """
     right = truth.right[kind]
     things = list(right)
     following = things[things.index(thing) + 1:] + things
