@@ -43,10 +43,7 @@ def test_a_function_is_told_apart_by_what_it_takes(name, kind, run):
     (dict(method=f'{__name__}:not_a_number'), 'not_a_number'),
     (dict(method=f'{__name__}:not_finite'), 'not_finite'),
     (dict(method=f'{__name__}:nothing'), 'nothing'),
-    (dict(method='pio'), 'pio'),
-    (dict(method='ipo', settings=dict(betta=1)), 'betta'),
     (dict(method='ipo', settings=dict(beta=-1)), 'beta'),
-    (dict(method='my/policies/{world}'), 'my/policies/0'),
     (dict(method='runs'), '{world}'),
     (dict(worlds=1), 'worlds'),
     (dict(hidden=True), 'ALPACA_FARM_BENCH_SEED')])

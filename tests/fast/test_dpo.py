@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tiny
-from alpaca_farm import dpo, sft
+from alpaca_farm import dpo
 from alpaca_farm.dpo import dpo_loss, DPOConfig, kto_loss, Loss, loss_of, LOSSES, simpo_loss
 from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.run.files import read_json
@@ -195,7 +195,6 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
                  epochs=12, **more)
     dpo.train(cfg)
     after = load_policy(cfg.out, cfg)
-    tokenizer = after.tokenizer
     records, _, good = read_labels(cfg)
     labelled = read_json(preferences)[:3]
     preferred = [r['output_1' if r['preference'] < 1.5 else 'output_2'] for r in labelled]

@@ -65,16 +65,6 @@ def test_a_method_that_always_wins_is_found():
     assert hold_duels(different, 500, ask, 'order').methods == [6, 5, 4, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize('votes', [0, 1, 40, 99])
-def test_stopped_where_votes_are_missing_it_goes_on_the_same(votes):
-    whole = hold_duels(ANSWERS, 100, coins(.7))
-    known = dict(zip(map(tuple, whole.asked[:votes]), coins(.7)(whole.asked)))
-    def ask(duels): return [known.get(tuple(duel), np.nan) for duel in duels]
-    stopped = hold_duels(ANSWERS, 100, ask)
-    assert not stopped.complete()
-    assert (stopped.asked[:33] == whole.asked[:33]).all() and len(stopped.asked) >= 33
-
-
 def test_methods_without_a_difference_need_no_vote():
     same = np.zeros((3, 20), int)
     found = hold_duels(same, 50, coins())

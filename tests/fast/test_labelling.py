@@ -12,7 +12,7 @@ from alpaca_farm import labelling, world
 from alpaca_farm.ask.store import Store
 from alpaca_farm.data.pairs import PAIR_FIELDS
 from alpaca_farm.data.records import load_records
-from alpaca_farm.labelling import _person_sees_swapped, _person_summary, LabellingConfig
+from alpaca_farm.labelling import _person_sees_swapped, LabellingConfig
 from alpaca_farm.labelling import DuelQueue, LabellingPage, LabellingQueue, MethodDuels
 from alpaca_farm.labelling import person_labels
 from alpaca_farm.run.runs import read_summary

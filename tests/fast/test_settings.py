@@ -2,7 +2,6 @@
 import functools
 import inspect
 import math
-import os
 import pydoc
 import random
 import re
@@ -346,14 +345,6 @@ def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkey
     build.ensure_inputs(way(BestOfNConfig, given | dict(reward_model='')))
 
 
-@pytest.mark.parametrize('words', [['runs/a', 'b c'], ['[runs/a, b c]'], ["['runs/a', \"b c\"]"]])
-def test_a_list_is_its_words_or_stands_in_brackets(words):
-    from alpaca_farm.rrhf import RRHFConfig
-    assert from_args(RRHFConfig, ['--sources', *words]).sources == ['runs/a', 'b c']
-    if len(words) == 1:
-        assert RRHFConfig(sources=words[0]).sources == ['runs/a', 'b c']
-
-
 def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch):
     from alpaca_farm.run.settings import Config
     from alpaca_farm.model.loading import device_of
@@ -369,8 +360,6 @@ def test_what_a_users_module_needs_is_named(elsewhere):
     (elsewhere/'my_judge.py').write_text('import not_installed_anywhere')
     with pytest.raises(ModuleNotFoundError, match='not_installed_anywhere'):
         resolve('my_judge:judge')
-    with pytest.raises(ValueError, match='no module'):
-        resolve('my_jdge:judge')
 
 
 def test_a_rebuilt_run_is_not_tracked_again_and_git_need_not_be_there(monkeypatch):

@@ -1,6 +1,5 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
 import itertools
-import json
 import sys
 import time
 from pathlib import Path
@@ -12,17 +11,13 @@ import pytest
 from scipy.special import stdtrit
 
 import tiny
-from alpaca_farm import farm, world
-from alpaca_farm.annotators import AnnotatorsConfig, flip_share
+from alpaca_farm import farm
 from alpaca_farm.boards.simulation import _correlations, _method_differences, _separation
 from alpaca_farm.boards.simulation import _simulation_table, method_groups
-from alpaca_farm.data.records import load_records
-from alpaca_farm.farm import farm_jobs, FarmConfig, population, RUNS
-from alpaca_farm.judging.judges import load_annotators
+from alpaca_farm.farm import farm_jobs, FarmConfig, RUNS
 from alpaca_farm.judging.stats import spearman
 from alpaca_farm.run import jobs, progress, runs
 from alpaca_farm.run.runs import methods, read_log, read_summary
-from alpaca_farm.worlds.folder import World
 
 COLUMNS = ('simulated', 'crowd', 'transfer')
 
@@ -65,18 +60,6 @@ def test_every_replicate_has_a_crowd_of_its_own(replicate, folder):
                       feedme_crowd='crowd')
     for run, who in who_labels.items():
         assert made[run].settings['annotators'] == f'{folder}/world/{who}.json', run
-
-
-def test_a_population_is_named_by_its_file(base):
-    "The annotators of a world's files are those that its seed draws."
-    pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
-    truth = world.sample_truth(0)
-    drawn = [world.sample_crowd(0, who, truth=truth) for who in ('crowd', 'held_out_crowd')]
-    for wanted in (*drawn, world.sample_pool(0, truth=truth)):
-        group = load_annotators(str(base/'world'/f'{wanted.name}.json'), AnnotatorsConfig())
-        assert group(pairs) == pytest.approx(wanted(pairs)), wanted.name
-    assert flip_share(-1, str(base/'world'/'pool.json')) == .1
-    assert flip_share(-1, str(base/'annotators'/'preferences.json')) == 0
 
 
 def test_all_rows_answer_at_temperature_1():
