@@ -11,6 +11,7 @@ import sys
 import warnings
 
 import pytest
+import torch
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
@@ -59,6 +60,17 @@ def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_t
 
 
 JUDGE = 'alpaca_farm.world:pool'
+
+
+# losses of margins, and advantages of groups, that are none
+def of_one_pair(h, beta): return (h - beta).mean()
+def infinite(h, beta): return torch.log(h)
+def constant(h, beta): return torch.ones_like(h)
+def by_spread(group): return group/group.std(1, keepdim=True)
+def of_the_best(group): return group.max(1).values
+
+
+OWN = [f'{__name__}:{name}' for name in ('of_one_pair', 'infinite', 'by_spread', 'nothing')]
 REFUSED = dict(   # by notebook: settings that do not fit, and the name that the error contains
     dpo=[
         (dict(beta=0.), 'beta'),
@@ -128,9 +140,19 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(size='no/such/file.yaml'), 'no/such/file.yaml'),
         (dict(seeds=0), 'seeds'),
         (dict(crowd='alpaca_farm.world:nobody'), 'nobody'),
-        (dict(held_out='no/such.json'), 'no/such.json')])
+        (dict(held_out='no/such.json'), 'no/such.json')],
+    bench=[
+        (dict(method='ipo', settings=dict(beta=-1)), 'beta'),
+        (dict(method='runs'), '{world}'),
+        (dict(worlds=1), 'worlds')])
 for kind in ('ipo', 'hinge', 'simpo', 'kto'):
     REFUSED['dpo'].append((dict(loss_type=kind, label_smoothing=.1), kind))
+for name in ('of_one_pair', 'infinite', 'constant', 'written', 'TrainConfig'):
+    REFUSED['dpo'].append((dict(loss_function=f'{__name__}:{name}'), f'{__name__}:{name}'))
+for name in ('by_spread', 'of_the_best'):
+    REFUSED['ppo'].append((dict(advantage_function=f'{__name__}:{name}'), f'{__name__}:{name}'))
+for name in OWN:
+    REFUSED['bench'].append((dict(method=name), name))
 ROWS = [(notebook, *row) for notebook, rows in REFUSED.items() for row in rows]
 
 
