@@ -206,13 +206,6 @@ def test_a_vote_that_stands_twice_in_a_file_is_one_persons(tmp_path, capsys, for
     assert f'24 votes {said}' in capsys.readouterr().out
 
 
-def test_votes_without_a_name_are_one_persons(tmp_path, capsys):
-    rows = [PAIR | dict(instruction=f'q{i}', preference=1) for i in range(4)]
-    pairs, = A.load_sets([tiny.write(tmp_path/'a.json', rows + rows)]).values()
-    assert [p['votes'] for p in pairs] == [dict(people=1)]*4
-    assert '4 votes repeat' in capsys.readouterr().out
-
-
 @pytest.fixture(scope='module')
 def overlap(tmp_path_factory):
     "A pool's labels of 60 pairs, people's of 30, 20 in common, some in the other order."
