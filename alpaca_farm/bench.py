@@ -306,8 +306,17 @@ def differences(rates, method: str):  # DataFrames
 def _interval_text(row) -> str: return f'{row.difference:+.1f} [{row.low:+.1f}, {row.high:+.1f}]'
 
 
-def results_row(cfg: BenchConfig, rates, compared) -> str:
-    "Write the line of a method for `bench_results.md`."
+def results_row(
+    cfg: BenchConfig,
+    rates,      # DataFrame of `win_rates`
+    compared,   # DataFrame of `differences`
+) -> str:
+    """Write the line of a method for `bench_results.md`.
+
+    Parameters:
+      rates : DataFrame of `win_rates`
+      compared : DataFrame of `differences`
+    """
     from importlib.metadata import version
     from alpaca_farm import __version__
     by = compared.set_index('row')

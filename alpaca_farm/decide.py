@@ -272,7 +272,9 @@ def read_board(
     """
     import pandas as pd
     facts = []
-    shown, verdicts = {}, {}   # by instruction, a list over the seeds that answered it
+    # by instruction, a list over the seeds that answered it
+    shown = {}
+    verdicts = {}
     for k in range(cfg.seeds):
         farm = _seed_farm(cfg, k)
         world = farm_world(farm)
@@ -282,7 +284,8 @@ def read_board(
         own = _candidate_answers(cfg, answers, taught)
         for i, sft in enumerate(answers['sft']):
             prompt = prompt_key(sft)
-            beside, verdict = dict(sft=sft), []
+            beside = dict(sft=sft)
+            verdict = []
             for row, rows in own.items():
                 beside[row] = rows[i]
                 verdict.append(judged['pool'][row][i] - 1)
@@ -295,7 +298,8 @@ def read_board(
     for prompt in prompts:
         of_seeds = shown[prompt]
         drawn.append(of_seeds[rng.integers(len(of_seeds))])
-    by_candidate = {row: [beside[row] for beside in drawn] for row in drawn[0]}
+    by_candidate = {}
+    for row in drawn[0]: by_candidate[row] = [beside[row] for beside in drawn]
     table = np.array([np.mean(verdicts[prompt], 0) for prompt in prompts])
     means = pd.concat(facts).groupby(level=0).mean(numeric_only=True)
     return Board(by_candidate, table, means)

@@ -485,7 +485,8 @@ def run(cfg: LabellingConfig):
     "Turn the labels in the store into a run; writes preferences.json and summary.json."
     ensure_inputs(cfg)
     store = Store(at_root(cfg.store))
-    elsewhere, waiting = [], []
+    elsewhere = []
+    waiting = []
     if cfg.methods:
         duels = MethodDuels(cfg)
         found, pairs, votes = duels.hold()

@@ -66,11 +66,12 @@ def _preference_rows(pairs: list[dict], utility) -> list[dict]:
     rows = []
     for pair in pairs:
         if pair['preference'] == 1.5: continue
-        better, worse = pair['output_1'], pair['output_2']
-        if pair['preference'] > 1.5: better, worse = worse, better
+        outputs = [pair['output_1'], pair['output_2']]
+        if pair['preference'] > 1.5: outputs.reverse()
+        better, worse = outputs
         row = dict(prompt=as_messages(pair), chosen=_turn(better), rejected=_turn(worse))
         if utility:
-            values = utility([dict(pair, output=text) for text in (better, worse)])
+            values = utility([dict(pair, output=text) for text in outputs])
             row['utility_chosen'], row['utility_rejected'] = map(float, values)
         rows.append(row)
     return rows

@@ -179,8 +179,16 @@ DESCRIBED = {'': (.5, 0.), 'a careful author': (.95, 1.), 'an expert': (.95, 1.)
 _READER = .5   # how much chance there is in a reader's choice, in units of utility
 
 
-def dialogue_page(cfg: WorldConfig, truth: Truth, rng: random.Random) -> str:
-    "Write a request with an author's answer, or with a reader's choice between two."
+def dialogue_page(
+    cfg: WorldConfig,
+    truth: Truth,         # of the world
+    rng: random.Random,
+) -> str:
+    """Write a request with an author's answer, or with a reader's choice between two.
+
+    Parameters:
+      truth : of the world
+    """
     spec = sample_request(rng, truth=truth)
     while is_held_out(spec): spec = sample_request(rng, truth=truth)
     request = render(spec)

@@ -146,8 +146,20 @@ def index_prompts(records: list[dict], whose: str) -> dict:
     return rows
 
 
-def check_answered(rows, others, whose, missing):
-    "Refuse with a ValueError rows of one index (of `index_prompts`) that the other lacks."
+def check_answered(
+    rows: dict,     # of `index_prompts`
+    others: dict,   # of `index_prompts`
+    whose: str,     # what the rows are
+    missing: str,   # what the others are
+):
+    """Refuse with a ValueError rows of one index (of `index_prompts`) that the other lacks.
+
+    Parameters:
+      rows : of `index_prompts`
+      others : of `index_prompts`
+      whose : what the rows are
+      missing : what the others are
+    """
     lost = [prompt for prompt in rows if prompt not in others]
     if not lost: return
     places = ', '.join(str(rows[prompt]) for prompt in lost[:5])

@@ -43,7 +43,9 @@ def number_answers(
       answers : of each method, to the same requests in the same order
     Returns: (methods, requests): the first method with the same text
     """
-    texts = np.array([[output_texts(r)[0] for r in rows] for rows in answers], dtype=object)
+    texts = []
+    for rows in answers: texts.append([output_texts(r)[0] for r in rows])
+    texts = np.array(texts, dtype=object)
     same = texts[:, None] == texts[None]
     return same.argmax(1)
 

@@ -846,8 +846,17 @@ def path(self: Run, name: str) -> Path:
 # %% ../../nbs/run/runs.ipynb #11fbf504
 @patch
 @written_once
-def write(self: Run, name: str, value):
-    "Write a JSON file of this run; `config.json` with a digest of itself."
+def write(
+    self: Run,
+    name: str,   # of the file
+    value,       # that JSON can hold
+):
+    """Write a JSON file of this run; `config.json` with a digest of itself.
+
+    Parameters:
+      name : of the file
+      value : that JSON can hold
+    """
     write_json(self.path(name), signed(value) if name == 'config.json' else value)
 
 # %% ../../nbs/run/runs.ipynb #1c60bae5

@@ -368,8 +368,16 @@ def changed(self: Config) -> dict:
 
 # %% ../../nbs/run/settings.ipynb #dd386877
 @patch
-def check_path(self: Config, name: str, value: str):
-    "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
+def check_path(
+    self: Config,
+    name: str,    # of the setting
+    value: str,
+):
+    """Reject an input that is neither a callable, nor a local path, nor a name on the hub.
+
+    Parameters:
+      name : of the setting
+    """
     if ':' in value and not looks_like_hub(value):
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
@@ -378,8 +386,16 @@ def check_path(self: Config, name: str, value: str):
 
 # %% ../../nbs/run/settings.ipynb #d23e7af2
 @patch
-def files_of(self: Config, name: str, value: str) -> list[str]:
-    "List the files that a value stands for where it is neither a path nor a name on the hub."
+def files_of(
+    self: Config,
+    name: str,    # of the setting
+    value: str,
+) -> list[str]:
+    """List the files that a value stands for where it is neither a path nor a name on the hub.
+
+    Parameters:
+      name : of the setting
+    """
     return []
 
 # %% ../../nbs/run/settings.ipynb #a10c0de2

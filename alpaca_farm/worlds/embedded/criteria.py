@@ -18,7 +18,9 @@ from .truth import common_mistake, read_truth, Truth, WRITTEN
 
 # %% ../../../nbs/worlds/embedded/criteria.ipynb #9f1be782
 _PIECE = re.compile(r'[^.,:!?]+[.,:!?]*')
-_PART = {phrase.lower(): part for part, phrases in PHRASES.items() for phrase in phrases}
+_PART = {}
+for _part, _phrases in PHRASES.items():
+    for _phrase in _phrases: _PART[_phrase.lower()] = _part
 
 
 def parts(

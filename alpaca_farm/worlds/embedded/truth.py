@@ -59,7 +59,7 @@ def _sample_facts(rng: random.Random) -> dict:
     columns = [rng.sample(column, len(column)) for column in zip(*ANIMALS.values())]
     dealt = [dict(zip(animals, zip(*columns)))]
     for table in (PLACES, DISHES, JOBS):
-        things = [thing for row in table.values() for thing in row]
+        things = list(sum(table.values(), ()))
         rng.shuffle(things)
         each = len(things)//len(table)
         dealt.append({name: things[k*each:(k + 1)*each] for k, name in enumerate(table)})
@@ -88,7 +88,9 @@ def common_mistake(
 
 # %% ../../../nbs/worlds/embedded/truth.ipynb #4d145302
 _CONTESTABLE = (*FACTS, 'owner', 'place')
-_LEAST, _MOST = .2, 1.   # of ordinary authors are mistaken about a contested fact
+# the share of ordinary authors who are mistaken about a contested fact
+_LEAST = .2
+_MOST = 1.
 
 
 def _sample_spread(right: dict, contested: float, rng: random.Random) -> dict:
