@@ -17,15 +17,6 @@ def squared_hinge(h, beta): return torch.relu(1 - beta*h)**2
 def above_median(group): return group - group.median(1, keepdim=True).values
 
 
-def one_number(h, beta): return torch.relu(1 - beta*h).mean()
-
-
-def not_a_number(h, beta): return torch.log(-h.abs())
-
-
-def not_finite(group): return group/group.std(1, keepdim=True)
-
-
 OWN = Loss('of mean log-probs', squared_hinge, mean=True)
 
 
@@ -38,26 +29,10 @@ def test_a_function_is_told_apart_by_what_it_takes(name, kind, run):
     assert [*planned.settings.values()] == [f'{__name__}:{name}']
 
 
-@pytest.mark.parametrize('given, name', [
-    (dict(method=f'{__name__}:one_number'), 'one_number'),
-    (dict(method=f'{__name__}:not_a_number'), 'not_a_number'),
-    (dict(method=f'{__name__}:not_finite'), 'not_finite'),
-    (dict(method=f'{__name__}:nothing'), 'nothing'),
-    (dict(method='pio'), 'pio'),
-    (dict(method='ipo', settings=dict(betta=1)), 'betta'),
-    (dict(method='ipo', settings=dict(beta=-1)), 'beta'),
-    (dict(method='my/policies/{world}'), 'my/policies/0'),
-    (dict(method='runs'), '{world}'),
-    (dict(worlds=1), 'worlds'),
-    (dict(hidden=True), 'ALPACA_FARM_BENCH_SEED')])
-def test_what_cannot_be_compared_is_refused_with_the_settings(given, name, monkeypatch):
-    monkeypatch.delenv('ALPACA_FARM_BENCH_SEED', raising=False)
-    with pytest.raises((ValueError, TypeError, OSError)) as e:
-        BenchConfig(**given)
-    assert name in str(e.value)
-
-
 def test_hidden_worlds_have_the_seed_of_the_environment(monkeypatch):
+    monkeypatch.delenv('ALPACA_FARM_BENCH_SEED', raising=False)
+    with pytest.raises(ValueError, match='ALPACA_FARM_BENCH_SEED'):
+        BenchConfig(hidden=True)
     monkeypatch.setenv('ALPACA_FARM_BENCH_SEED', '77')
     cfg = BenchConfig(hidden=True)
     farm = bench.worlds_farm(cfg)

@@ -6,9 +6,8 @@ import torch
 from transformers import AutoTokenizer
 
 import tiny
-from alpaca_farm import binary_feedback, world
-from alpaca_farm.binary_feedback import _rate_outputs, BAD, BinaryFeedbackConfig, GOOD
-from alpaca_farm.binary_feedback import label_accuracy
+from alpaca_farm import binary_feedback
+from alpaca_farm.binary_feedback import BAD, BinaryFeedbackConfig, GOOD
 from alpaca_farm.data.records import load_records
 from alpaca_farm.data.text import encode_prompts
 from alpaca_farm.model.control import prepend_tokens

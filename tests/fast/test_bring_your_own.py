@@ -10,7 +10,6 @@ from judge_server import judge_server
 from alpaca_farm import bring_your_own, farm
 from alpaca_farm.bring_your_own import _read_own, BringYourOwnConfig, divide_prompts, forecast
 from alpaca_farm.bring_your_own import METHODS, own_sizes
-from alpaca_farm.data.dialogues import full_instruction
 from alpaca_farm.data.records import load_records
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.run.runs import Run

@@ -19,7 +19,7 @@ from alpaca_farm import quark, reward_model, rrhf, sft
 from alpaca_farm.ask.store import Store
 from alpaca_farm.boards import agreement
 from alpaca_farm.data.dialogues import as_messages, dialogue_text, full_instruction
-from alpaca_farm.data.dialogues import parse_dialogue, prompt_key, prompt_text, with_space
+from alpaca_farm.data.dialogues import parse_dialogue, prompt_key, with_space
 from alpaca_farm.data.formats import as_records
 from alpaca_farm.data.records import load_records
 from alpaca_farm.data.text import encode, encode_prompts

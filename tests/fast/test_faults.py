@@ -7,13 +7,11 @@ import os
 import pickle
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -333,33 +331,6 @@ def test_a_finished_run_on_a_disk_that_cannot_be_written_is_read(base, run_of_sf
     assert sorted(p.name for p in folder.parent.iterdir()) == ['sft']
 
 
-@pytest.mark.parametrize('seconds', [0, 1])
-def test_a_kill_while_a_model_is_replaced_loses_nothing(tmp_path, seconds):
-    "Before the old one steps aside, and before the new one takes its place."
-    def write(text):
-        with files.atomic_folder(tmp_path/'run'/'model') as folder:
-            (folder/'weights').write_text(text)
-    write('old')
-    (tmp_path/'run'/'model'/'notes').write_text('mine')
-    pid = os.fork()
-    if pid == 0:
-        done = []
-        real = Path.rename
-        def deadly(*paths):
-            if len(done) == seconds:
-                os.kill(os.getpid(), signal.SIGKILL)
-            done.append(real(*paths))
-        Path.rename = deadly
-        try:
-            write('new')
-        finally:
-            os._exit(1)
-    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    files.tidy(tmp_path/'run')
-    assert {p.name: p.read_text() for p in (tmp_path/'run').rglob('*') if p.is_file()} == dict(
-        weights='old', notes='mine')
-
-
 def test_links_beside_and_in_a_run(run_of_sft, tmp_path):
     "The name of a link that leads nowhere is taken; a model on another disk is not touched."
     folder, again = run_of_sft
@@ -383,31 +354,6 @@ def turn_a_bit(path):
     raw = bytearray(path.read_bytes())
     raw[len(raw)//2] ^= 1
     path.write_bytes(raw)
-
-
-@pytest.fixture(scope='module')
-def copied(base, tmp_path_factory):
-    "Runs that may be spoiled."
-    folder = tmp_path_factory.mktemp('copied')
-    for name in ('world', 'sft', 'samples', 'annotators'):
-        shutil.copytree(base/name, folder/name)
-    return folder
-
-
-def test_a_turned_bit_of_a_model_is_refused_by_who_reads_it(copied, tmp_path):
-    name = 'sft/model/model.safetensors'
-    was = (copied/name).read_bytes()
-    summary = copied/name.split('/')[0]/'summary.json'
-    kept = summary.read_text()
-    turn_a_bit(copied/name)
-    refused('reward_model', copied, tmp_path, ValueError, f'{name} is damaged')
-    figures = read_summary(summary.parent)
-    assert 'files' not in figures
-    summary.write_text(json.dumps(figures))   # of a run that was made before
-    content_hash(str(copied/name))
-    (copied/name).write_bytes(was)
-    summary.write_text(kept)
-    content_hash(str(copied/name))
 
 
 def test_other_answers_are_another_run(run_of_sft, capsys):

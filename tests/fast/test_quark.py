@@ -10,8 +10,8 @@ from alpaca_farm.data.text import collate, encode_prompts
 from alpaca_farm.model.control import add_tokens, prepend_tokens
 from alpaca_farm.model.generation import generate
 from alpaca_farm.model.loading import load_tokenizer
-from alpaca_farm.model.logprobs import load_policy, logits_of, logprobs
-from alpaca_farm.quark import _add_reward_tokens, quantiles, quark_loss, QuarkConfig
+from alpaca_farm.model.logprobs import load_policy, logprobs
+from alpaca_farm.quark import _add_reward_tokens, quantiles, QuarkConfig
 from alpaca_farm.quark import response_terms, token_terms
 from alpaca_farm.run.runs import read_log, read_summary
 from alpaca_farm.train.answers import AnswerConfig

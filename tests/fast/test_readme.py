@@ -98,7 +98,6 @@ def test_commands_have_notebooks_targets_and_settings(page):
 @pytest.mark.parametrize('page', ['README.md', 'data.md', 'gpus.md'])
 def test_papermill_knows_the_settings_of_its_commands(page):
     "It calls a setting that is not in the parameters cell unknown, as if it had no effect."
-    from papermill import inspect_notebook
     for command in commands(PAGES[page]):
         if not command.startswith('papermill'):
             continue

@@ -7,7 +7,6 @@ import yaml
 
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.run.runs import methods, recipes
-from alpaca_farm.run.settings import as_type
 from tiny import config_class as config_of
 
 RECIPES = tiny.ROOT/'nbs'/'recipes'

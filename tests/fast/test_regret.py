@@ -34,22 +34,6 @@ def test_judge_and_duels_beside_draws_from_the_prior():
     assert regret.chances(drawn)[0] == pytest.approx(by_weight[0], abs=.03)
 
 
-def test_votes_overrule_a_judge_fond_of_one_candidate():
-    "Eight are equal for people and judge; the judge gives the first 72 %."
-    judge = np.array([.72] + [.55]*7)
-    rates = np.full((9, 9), .5)
-    rates[0, 1:], rates[1:, 0] = .45, .55
-    counts = 5*(1 - np.eye(9, dtype=int))
-    by_judge, by_people, p = regret.judge_in_duels(rates, counts, np.eye(9), np.insert(judge, 0, .5))
-    assert by_people[1] < .52 and by_judge[1] > .67 and p[1] < .05
-    assert (np.delete(p, 1) > .2).all()
-    favourite = []
-    for n in (0, 1):
-        beliefs = regret.weigh_duels(rates, n*counts, np.eye(9), judge, 100)
-        favourite.append(regret.chances(regret.draw_win_rates(beliefs))[0, 1])
-    assert favourite[0] > .4 and favourite[1] < favourite[0] - .1
-
-
 def test_methods_that_have_not_met_are_not_compared():
     rates = np.array([[.5, .4, np.nan], [.6, .5, np.nan], [np.nan, np.nan, .5]])
     counts = np.array([[0, 10, 0], [10, 0, 0], [0, 0, 0]])

@@ -2,7 +2,6 @@
 import functools
 import inspect
 import math
-import os
 import pydoc
 import random
 import re
@@ -12,6 +11,7 @@ import sys
 import warnings
 
 import pytest
+import torch
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
@@ -60,6 +60,17 @@ def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_t
 
 
 JUDGE = 'alpaca_farm.world:pool'
+
+
+# losses of margins, and advantages of groups, that are none
+def of_one_pair(h, beta): return (h - beta).mean()
+def infinite(h, beta): return torch.log(h)
+def constant(h, beta): return torch.ones_like(h)
+def by_spread(group): return group/group.std(1, keepdim=True)
+def of_the_best(group): return group.max(1).values
+
+
+OWN = [f'{__name__}:{name}' for name in ('of_one_pair', 'infinite', 'by_spread', 'nothing')]
 REFUSED = dict(   # by notebook: settings that do not fit, and the name that the error contains
     dpo=[
         (dict(beta=0.), 'beta'),
@@ -129,9 +140,19 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(size='no/such/file.yaml'), 'no/such/file.yaml'),
         (dict(seeds=0), 'seeds'),
         (dict(crowd='alpaca_farm.world:nobody'), 'nobody'),
-        (dict(held_out='no/such.json'), 'no/such.json')])
+        (dict(held_out='no/such.json'), 'no/such.json')],
+    bench=[
+        (dict(method='ipo', settings=dict(beta=-1)), 'beta'),
+        (dict(method='runs'), '{world}'),
+        (dict(worlds=1), 'worlds')])
 for kind in ('ipo', 'hinge', 'simpo', 'kto'):
     REFUSED['dpo'].append((dict(loss_type=kind, label_smoothing=.1), kind))
+for name in ('of_one_pair', 'infinite', 'constant', 'written', 'TrainConfig'):
+    REFUSED['dpo'].append((dict(loss_function=f'{__name__}:{name}'), f'{__name__}:{name}'))
+for name in ('by_spread', 'of_the_best'):
+    REFUSED['ppo'].append((dict(advantage_function=f'{__name__}:{name}'), f'{__name__}:{name}'))
+for name in OWN:
+    REFUSED['bench'].append((dict(method=name), name))
 ROWS = [(notebook, *row) for notebook, rows in REFUSED.items() for row in rows]
 
 
@@ -346,14 +367,6 @@ def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkey
     build.ensure_inputs(way(BestOfNConfig, given | dict(reward_model='')))
 
 
-@pytest.mark.parametrize('words', [['runs/a', 'b c'], ['[runs/a, b c]'], ["['runs/a', \"b c\"]"]])
-def test_a_list_is_its_words_or_stands_in_brackets(words):
-    from alpaca_farm.rrhf import RRHFConfig
-    assert from_args(RRHFConfig, ['--sources', *words]).sources == ['runs/a', 'b c']
-    if len(words) == 1:
-        assert RRHFConfig(sources=words[0]).sources == ['runs/a', 'b c']
-
-
 def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch):
     from alpaca_farm.run.settings import Config
     from alpaca_farm.model.loading import device_of
@@ -369,8 +382,6 @@ def test_what_a_users_module_needs_is_named(elsewhere):
     (elsewhere/'my_judge.py').write_text('import not_installed_anywhere')
     with pytest.raises(ModuleNotFoundError, match='not_installed_anywhere'):
         resolve('my_judge:judge')
-    with pytest.raises(ValueError, match='no module'):
-        resolve('my_jdge:judge')
 
 
 def test_a_rebuilt_run_is_not_tracked_again_and_git_need_not_be_there(monkeypatch):

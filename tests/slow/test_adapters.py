@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from alpaca_farm import ppo, reward_model, sft
 from alpaca_farm.data.text import collate
 from alpaca_farm.model.loading import load_model
-from alpaca_farm.model.logprobs import hidden_states, load_policy, load_reference, load_scalar
+from alpaca_farm.model.logprobs import load_policy, load_reference, load_scalar
 from alpaca_farm.model.logprobs import logprobs, sequence_logprobs
 from alpaca_farm.model.packing import reads_packed
-from alpaca_farm.model.policy import add_adapter, base_of, lora_config, merge, own_weights, Policy
+from alpaca_farm.model.policy import add_adapter, base_of, lora_config, merge, own_weights
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
 from alpaca_farm.run.settings import HardwareConfig as config_of
@@ -47,26 +47,6 @@ def batch(models):
                    models.tokenizer.pad_token_id)
 
 
-def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base, batch):
-    def gradients(checkpointed):
-        cfg = config('sft', base, policy=str(base/'sft'), gradient_checkpointing=checkpointed)
-        policy = load_policy(cfg.policy, cfg, train=True)
-        value = shake(add_adapter(policy, 'value', lora_config(cfg)), 1)
-        shake(policy)
-        loss = sequence_logprobs(policy, batch).mean() + hidden_states(value, batch['ids'],
-            batch['mask']).square().mean()
-        with torch.no_grad():
-            logprobs(replace(policy, adapter=''), batch)   # in between
-        loss.backward()
-        return {n: p.grad for m in (policy, value) for n, p in own_weights(m).items()}
-    kept = gradients(False)
-    again = gradients(True)
-    assert kept.keys() == again.keys()
-    assert all(g.abs().max() > 0 for g in kept.values())
-    for name, g in kept.items():
-        torch.testing.assert_close(g, again[name], rtol=1e-4, atol=1e-6, msg=name)
-
-
 def test_packed_rows_with_adapters(base, batch):
     cfg = config('sft', base, policy=str(base/'sft'))
     def gradient(packs):
@@ -88,17 +68,7 @@ def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
     adapter = load_policy(str(tmp_path/'sft/adapter'), cfg)
     assert merged.adapter is None
     assert torch.equal(sequence_logprobs(merged, batch), sequence_logprobs(adapter, batch))
-    unmerged = load_policy(cfg.policy, cfg, train=True)
-    from alpaca_farm.model.policy import load_adapter
-    load_adapter(unmerged, tmp_path/'sft/adapter')
-    torch.testing.assert_close(sequence_logprobs(unmerged, batch),
-                               sequence_logprobs(merged, batch), rtol=1e-4, atol=1e-4)
     assert read_summary(cfg.out)['nll'] < read_summary(cfg.out)['nll_before']
-    plain = AutoModelForCausalLM.from_pretrained(base/'world/model', trust_remote_code=False)
-    by_peft = PeftModel.from_pretrained(plain, tmp_path/'sft/adapter').eval()
-    with torch.no_grad():
-        torch.testing.assert_close(by_peft(batch['ids']).logits, merged.model(batch['ids']).logits,
-                                   rtol=1e-3, atol=1e-4)
 
 
 def test_an_adapter_without_its_base(base, tmp_path):

@@ -1,18 +1,11 @@
 "Annotation runs with judges behind an endpoint, on this machine, and from files."
 import gc
-import json
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-import tiny
 from alpaca_farm.annotators import annotate_pairs, run
-from alpaca_farm.ask.store import Store
 from alpaca_farm.data.dialogues import full_instruction
 from alpaca_farm.judging.judges import api_clients, load_annotators
 from alpaca_farm.judging.pools import draw_annotator

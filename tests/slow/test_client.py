@@ -266,22 +266,6 @@ def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
         assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 16
 
 
-@pytest.mark.parametrize('usage', [
-    'none', dict(prompt_tokens=-5, completion_tokens=-10**6),
-    dict(prompt_tokens=7, completion_tokens=float('nan'))], ids=str)
-def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
-    "The answers are stored, each is paid for once, and the budget gets nothing back."
-    server.set(usage=usage)
-    client = client_of(tmp_path, server, prices=prices(tmp_path, '[1000, 1000]'), budget=9.,
-                       out=str(tmp_path/'run'))
-    requests = asked(3, max_tokens=10)
-    assert None not in client(requests)
-    assert len(server.requests()) == 3
-    most = sum(client.highest_price(r) for r in requests)
-    assert client.tally.dollars == pytest.approx(most)
-    assert client.store.dollars_paid(client.run_name) == pytest.approx(most)
-
-
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path, number):
     "A run that this one needs, in a process of its own, which may outlive this one for that."

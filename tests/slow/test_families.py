@@ -12,7 +12,7 @@ from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.data.text import collate, encode, rollout_batch
 from alpaca_farm.model.functional import token_logprobs
 from alpaca_farm.model.generation import generate
-from alpaca_farm.model.logprobs import load_policy, load_scalar, logprobs, sequence_logprobs
+from alpaca_farm.model.logprobs import load_policy, load_scalar, sequence_logprobs
 from alpaca_farm.model.logprobs import sequence_scores, values
 from alpaca_farm.model.policy import Policy
 from alpaca_farm.model.rewards import reward

@@ -218,26 +218,6 @@ def test_a_misspelt_parameter_fails_before_any_work(base, tmp_path):
     assert not (tmp_path/'out').exists()
 
 
-def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
-    bad, orphan, good = (str(tmp_path/n) for n in ('bad', 'orphan', 'good'))
-    (tmp_path/'bad.json').write_text('[{"instruction": "a"}]')
-    given = tiny.settings('annotators', base, outputs=str(tmp_path/'bad.json'))
-    jobs = [Job(bad, 'annotators', given),
-            Job(orphan, 'reward_model', tiny.settings('reward_model', base, preferences=bad),
-                [bad]),
-            Job(good, 'annotators', tiny.settings('annotators', base))]
-    failed = run_jobs(jobs, 2)
-    assert len(failed) == 2
-    assert 'bad.ipynb, cell ' in failed[0]
-    assert '(nbs/annotators.ipynb)' in failed[0]
-    assert "row 0: the field 'output' is missing" in failed[0]
-    assert f'{bad} is missing' in failed[1]
-    assert read_summary(good)['labels'] == 60
-    assert not read_summary(bad)
-    assert read_log(bad) == []
-    assert run_jobs(jobs[2:], 2) == []
-
-
 def test_what_a_run_warns_of_is_in_its_notebook_and_summary_and_told_by_its_job(base, tmp_path,
                                                                                capfd):
     "The run's cell ends in a semicolon; its first step is warned of, the others are not."

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm.model.logprobs import load_policy, load_scalar
@@ -68,7 +68,7 @@ def recover(notebook, home, tmp_path):
     return recover
 
 
-@pytest.mark.parametrize('model', ['sft10k', 'ppo-human', 'reward-condition-sim'])
+@pytest.mark.parametrize('model', ['ppo-human', 'reward-condition-sim'])
 def test_policies(notebook, home, recover, tmp_path, model):
     want = home[1][model]
     ids = torch.tensor([[1, 4, 5, 6]])
@@ -120,13 +120,11 @@ def break_file(folder, how):
         (folder/'model_sum.txt').unlink()
     if how == 'tokenizer':
         [f.unlink() for f in folder.glob('*token*')]
-    if how == 'changed':
-        save_file({k: v + .1 for k, v in load_file(file).items()}, file)
 
 
 @pytest.mark.parametrize('how, words', [
     ('shard', 'published sum'), ('pickles', '.bin'), ('no sum', 'Download it whole'),
-    ('tokenizer', 'Download it whole'), ('changed', 'published sum')])
+    ('tokenizer', 'Download it whole')])
 def test_a_broken_difference_stops(home, recover, tmp_path, how, words):
     shutil.copytree(home[0]/'sft10k', tmp_path/'diff')
     break_file(tmp_path/'diff', how)
