@@ -312,7 +312,7 @@ def train(cfg: DPOConfig, run: Run):
     preflight(cfg, ('eval_split',), policy)
     data = LabelledAnswers(cfg, policy.tokenizer, records, *labels)
     trainer = Trainer(run, len(data.order), dict(policy=policy))
-    data.add_reference(policy)   # before a checkpoint is read
+    data.add_reference(policy, run)   # before a checkpoint is read
     def loss(batch): return dpo_step(policy, batch, cfg)
     baseline = 0.   # of KTO
     def unseen():   # the held-out records

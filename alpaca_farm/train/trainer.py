@@ -352,11 +352,15 @@ def steps(self: Trainer):
     self.run.config.update(steps=self.total, shown=self.shown)
     self.run.write('config.json', self.run.config)
     self.progress = Progress(self.run.folder.name, self.total)
-    saved = time.monotonic()
+    saved = self.run.began   # with what came before the first step
     for self.step in range(self.step + 1, self.total + 1):
+        began = time.monotonic()
         yield self.step
-        late = torch.tensor(time.monotonic() - saved > SAVE_AFTER, device=self.accelerator.device)
-        due = self.step % self.cfg.checkpoint_every == 0 and self.step < self.total
+        ended = time.monotonic()
+        last = self.step == self.total
+        next_end = ended if last else ended + (ended - began)
+        late = torch.tensor(next_end - saved > SAVE_AFTER, device=self.accelerator.device)
+        due = self.step % self.cfg.checkpoint_every == 0 and not last
         if due or add_up(late.float()):   # late in any process
             self.save()
             saved = time.monotonic()
