@@ -301,3 +301,30 @@ def test_a_restart_reads_the_references_log_probs(base, tmp_path, monkeypatch):
     dpo.train(config(base, tmp_path/'killed', **more))
     assert weights(tmp_path/'killed') == weights(tmp_path/'whole')
     assert not [*(tmp_path/'killed').glob('checkpoint/*.safetensors')]
+
+
+def test_it_ends_early_with_the_weights_of_the_lowest_held_out_loss(base, tmp_path, monkeypatch):
+    "As uninterrupted; with a rate so high that the loss on unseen pairs soon rises."
+    more = dict(held_out=12, eval_every=1, save_every=1, checkpoint_every=1, epochs=4,
+                learning_rate=3e-2, load_best_model_at_end=True, early_stopping_patience=2)
+    dpo.train(config(base, tmp_path/'whole', **more))
+    log = read_log(tmp_path/'whole')
+    losses = [r['val_loss'] for r in log]
+    best = 1 + losses.index(min(losses))
+    assert len(log) == best + 2 < read_json(tmp_path/'whole'/'config.json')['steps']
+    summary = read_summary(tmp_path/'whole')
+    assert (summary['best_step'], summary['val_loss']) == (best, min(losses))
+    def weights(place): return (tmp_path/place/'model.safetensors').read_bytes()
+    assert weights('whole/model') == weights(f'whole/model-{best}')
+    assert weights('whole/model') != weights(f'whole/model-{best + 2}')
+    save = Trainer.save
+    def killed(self):
+        save(self)
+        if self.step == best + 2: raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, 'save', killed)
+        with pytest.raises(KeyboardInterrupt):
+            dpo.train(config(base, tmp_path/'killed', **more))
+    dpo.train(config(base, tmp_path/'killed', **more))
+    assert weights('killed/model') == weights('whole/model')
+    assert len(read_log(tmp_path/'killed')) == best + 2
