@@ -21,11 +21,11 @@ from .model.policy import Policy
 from .run.processes import gather_all
 from .run.runs import makes_run, read_log, Run
 from .run.settings import Amount, by_size, Count, Named, Pairs, Positive, Reads, Rows
-from .run.settings import resolve, Scale, Schedule, Share, SizedModel, TrainConfig
+from .run.settings import resolve, Scale, Schedule, Share, SizedModel
 from .train.answers import answer_eval_split, AnswerConfig
 from .train.labelled import hold_out, LabelledAnswers, read_labels
 from .train.preflight import preflight, settle
-from .train.trainer import Trainer
+from .train.trainer import HeldOutConfig, Trainer
 
 # %% ../nbs/dpo.ipynb #fcebf7ee
 @dataclass
@@ -139,7 +139,7 @@ LOSSES['kto'] = Loss('single answers (Ethayarajh et al., 2024)', None,
 
 # %% ../nbs/dpo.ipynb #61488720
 @dataclass
-class DPOConfig(TrainConfig, AnswerConfig):
+class DPOConfig(HeldOutConfig, AnswerConfig):
     """Settings of DPO and its family.
 
     Settings:
@@ -312,7 +312,7 @@ def train(cfg: DPOConfig, run: Run):
     preflight(cfg, ('eval_split',), policy)
     data = LabelledAnswers(cfg, policy.tokenizer, records, *labels)
     trainer = Trainer(run, len(data.order), dict(policy=policy))
-    data.add_reference(policy)   # before a checkpoint is read
+    data.add_reference(policy, run)   # before a checkpoint is read
     def loss(batch): return dpo_step(policy, batch, cfg)
     baseline = 0.   # of KTO
     def unseen():   # the held-out records
@@ -326,15 +326,20 @@ def train(cfg: DPOConfig, run: Run):
                 baseline = kto_baseline(policy, parts, cfg.temperature)
         figures = trainer.update(data.labelled_batch(data.order[step - 1], baseline), loss)
         figures['epoch'] = 1 + (step - 1)*cfg.epochs // trainer.total
-        trainer.log(**figures, **trainer.evaluate(unseen(), loss))
+        measured = trainer.evaluate(unseen(), loss)
+        trainer.keep_best(measured)
+        trainer.log(**figures, **measured)
         trainer.keep(policy)
+    best = trainer.load_best()
     save_model(policy, run)
     figures = answer_eval_split(policy, run, load_reference(policy, cfg))
     last = read_log(run.folder)[-20:]
     for k in ('loss', 'accuracy', 'margin'): figures[k] = mean([r[k] for r in last])
     if before:
         figures['val_loss_before'] = before['loss']
-        for k in ('val_loss', 'val_accuracy'): figures[k] = last[-1][k]
+        kept = best or last[-1]
+        for k in ('val_loss', 'val_accuracy'): figures[k] = kept[k]
+        if best: figures['best_step'] = best['best_step']
     held_out = len(data.held_out)
     return dict(labels=len(data.prompts) - held_out, held_out=held_out, too_long=data.too_long,
                 **figures)

@@ -19,14 +19,14 @@ from .model.logprobs import load_policy, logprobs, save_model
 from .model.policy import Policy
 from .run.runs import makes_run, read_log, Run
 from .run.settings import Amount, by_size, Count, Named, Positive, Reads, SizedModel
-from .run.settings import TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, load_split
 from .train.preflight import preflight, settle
-from .train.trainer import batches, example_lengths, token_batch, Trainer
+from .train.trainer import batches, example_lengths, HeldOutConfig, token_batch
+from .train.trainer import Trainer
 
 # %% ../nbs/sft.ipynb #b757aa20
 @dataclass
-class SFTConfig(TrainConfig, AnswerConfig):
+class SFTConfig(HeldOutConfig, AnswerConfig):
     """Settings of supervised fine-tuning.
 
     Settings:
@@ -140,11 +140,15 @@ def train(cfg: SFTConfig, run: Run):
     for step in trainer.steps():
         batch = token_batch(prompts, responses, order[step - 1], pad_id)
         figures = trainer.update(batch, loss)
-        trainer.log(**figures, **trainer.evaluate(val, loss))
+        unseen_figures = trainer.evaluate(val, loss)
+        trainer.keep_best(unseen_figures)
+        trainer.log(**figures, **unseen_figures)
+    best = trainer.load_best()
     save_model(policy, run)
     figures = answer_eval_split(policy, run)
     if val:
-        last = read_log(run.folder)[-1]
-        figures |= dict(nll_before=before['loss'], nll=last['val_loss'])
+        kept = best or read_log(run.folder)[-1]
+        figures |= dict(nll_before=before['loss'], nll=kept['val_loss'])
+        if best: figures['best_step'] = best['best_step']
     too_long = len(learn) - len(prompts)
     return dict(kl=0., examples=len(prompts), too_long=too_long, labels=0, **figures)

@@ -888,6 +888,25 @@ def save(self: Run, **state):
     "Write the checkpoint."
     save_state(self.path('checkpoint/state.safetensors'), dict(state, elapsed=self.elapsed()))
 
+# %% ../../nbs/run/runs.ipynb #893acabe
+@patch
+def compute_once(self: Run,
+    name: str,   # of a file beside the checkpoint
+    compute,     # without arguments, a state of tensors and plain values
+):
+    """Compute a state before the first step, or read what an earlier start of the run has kept.
+
+    Parameters:
+      name : of a file beside the checkpoint
+      compute : without arguments, a state of tensors and plain values
+    """
+    name = f'checkpoint/{name}.safetensors'
+    if self.state == 'unfinished' and (self.folder/name).exists():
+        return load_state(self.folder/name)
+    state = compute()
+    written_once(save_state)(self.path(name), state)
+    return state
+
 # %% ../../nbs/run/runs.ipynb #bbbdbd2a
 @patch
 def load(self: Run) -> dict | None:
@@ -923,7 +942,7 @@ def finish(self: Run, **summary):
     files = dict(files=_hash_weights(self.folder))
     if self.health.warnings: files['warnings'] = [*self.health.warnings.values()]
     write_json(self.path('summary.json'), signed(summary | times | _peak_memory() | files))
-    for name in ('state.safetensors', 'rows.jsonl'):
+    for name in ('state.safetensors', 'rows.jsonl', 'reference.safetensors'):
         self.path(f'checkpoint/{name}').unlink(missing_ok=True)
     if self.tracker: self.tracker.finish()
     unlock(self.held)

@@ -140,11 +140,36 @@ class LabelledAnswers:
 
 # %% ../../nbs/train/labelled.ipynb #a01d1c0e
 @patch
-def add_reference(self: LabelledAnswers, policy: Policy):
-    "Compute the log-probs of all answers under the policy as it is now."
+def add_reference(self: LabelledAnswers,
+    policy: Policy,
+    run=None,   # that keeps them over a restart
+):
+    """Add the log-probs of all answers under the policy as it is now.
+
+    Parameters:
+      run : that keeps them over a restart
+    """
+    if self.cfg.loss_type == 'kto': self._mix_answers()
+    def compute(): return self._score_answers(policy)
+    scores = run.compute_once('reference', compute) if run else compute()
+    self.reference = scores['whole']
+    self.mixed_reference = scores['mixed']
+
+
+@patch
+def _score_answers(self: LabelledAnswers, policy: Policy) -> dict:
+    "Compute the log-probs of all answers, and for KTO of those to other prompts."
     temperature = self.cfg.temperature
-    self.reference = reference_logprobs(policy, self.prompts, self.answers, temperature)
-    if self.cfg.loss_type != 'kto': return
+    whole = reference_logprobs(policy, self.prompts, self.answers, temperature)
+    mixed = None
+    if self.cfg.loss_type == 'kto':
+        mixed = reference_logprobs(policy, self.mixed_prompts, self.mixed_answers, temperature)
+    return dict(whole=whole, mixed=mixed)
+
+
+@patch
+def _mix_answers(self: LabelledAnswers):
+    "Put an answer to another prompt behind the prompt of each record, step by step."
     self.mixed_prompts = []
     self.mixed_answers = [[] for _ in self.answers]
     for rows in self.order:
@@ -153,10 +178,8 @@ def add_reference(self: LabelledAnswers, policy: Policy):
             self.mixed_prompts.append(self.prompts[i])
             for mixed, answers in zip(self.mixed_answers, self.answers):
                 mixed.append(answers[other][:room])
-    self.mixed_reference = reference_logprobs(policy, self.mixed_prompts, self.mixed_answers,
-                                              temperature)
 
-
+# %% ../../nbs/train/labelled.ipynb #92b92c8c
 @patch
 def mismatched_batch(self: LabelledAnswers, step: int) -> dict[str, torch.Tensor]:
     "Make the batch of a step, from 1, whose prompts have answers to other prompts."

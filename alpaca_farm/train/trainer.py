@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['SAVE_AFTER', 'learning_rate', 'step_seed', 'batches', 'token_batch', 'example_lengths', 'answer_batch', 'adamw',
-           'Trainer', 'in_chunks']
+           'Trainer', 'HeldOutConfig', 'in_chunks']
 
 # %% ../../nbs/train/trainer.ipynb #aaf8eb00
 import math, time
+from dataclasses import dataclass
 
 import torch
 from fastcore.basics import patch
@@ -19,10 +20,9 @@ from ..model.memory import tokens_to_train
 from ..model.policy import explain_memory, own_weights, Policy
 from ..run.files import append_lines, read_lines
 from ..run.processes import add_up, rank
-from ..run.progress import Progress
+from ..run.progress import Progress, tell
 from ..run.runs import few_steps, Run
-from ..run.settings import TrainConfig
-
+from ..run.settings import Count, TrainConfig
 
 # %% ../../nbs/train/trainer.ipynb #a48b3ec0
 def learning_rate(
@@ -308,6 +308,63 @@ def evaluate(self: Trainer,
     if self.step % every and self.step < self.total: return {}
     return {f'val_{k}': v for k, v in self.measure(batches, loss).items()}
 
+# %% ../../nbs/train/trainer.ipynb #1d7d063f
+@dataclass
+class HeldOutConfig(TrainConfig):
+    """Settings of a training that is measured on held-out examples.
+
+    Settings:
+      out : run folder (default: )
+      eval_every : steps between measurements of the held-out loss; 0: at the end (default: 0)
+      load_best_model_at_end : take the weights with the lowest held-out loss (default: False)
+      early_stopping_patience : measurements without a lower loss that end it; 0: never (default: 0)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
+    eval_every: Count = 0  # steps between measurements of the held-out loss; 0: at the end
+    load_best_model_at_end: bool = False  # take the weights with the lowest held-out loss
+    early_stopping_patience: Count = 0  # measurements without a lower loss that end it; 0: never
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.load_best_model_at_end and not self.eval_every:
+            raise ValueError('load_best_model_at_end compares measurements: set eval_every')
+        if self.early_stopping_patience and not self.load_best_model_at_end:
+            raise ValueError(f'early_stopping_patience = {self.early_stopping_patience} needs '
+                             'load_best_model_at_end, or the run would keep worse weights')
+
+# %% ../../nbs/train/trainer.ipynb #8d520da5
+@patch
+def keep_best(self: Trainer, figures: dict):
+    "Keep a copy of the weights if the held-out loss among the figures is the lowest so far."
+    if not (self.cfg.load_best_model_at_end and 'val_loss' in figures): return
+    lowest = self.extra.get('lowest')
+    if lowest and figures['val_loss'] >= lowest['figures']['val_loss']:
+        lowest['since'] += 1
+        return
+    weights = [p.detach().cpu().clone() for p in self.parameters]
+    self.extra['lowest'] = dict(figures=figures | dict(best_step=self.step), weights=weights,
+                                since=0)
+
+
+@patch
+def ends_early(self: Trainer) -> bool:
+    "Tell whether the held-out loss has not fallen for `early_stopping_patience` measurements."
+    lowest = self.extra.get('lowest')
+    return bool(lowest) and 0 < self.cfg.early_stopping_patience <= lowest['since']
+
+
+@patch
+@torch.no_grad()
+def load_best(self: Trainer) -> dict[str, float]:   # figures of that step; empty if none is kept
+    """Put the weights with the lowest held-out loss back into the models.
+
+    Returns: figures of that step; empty if none is kept
+    """
+    lowest = self.extra.get('lowest')
+    if not lowest: return {}
+    for p, kept in zip(self.parameters, lowest['weights']): p.copy_(kept)
+    return lowest['figures']
+
 # %% ../../nbs/train/trainer.ipynb #b6d6d71c
 @patch
 def save(self: Trainer):
@@ -352,11 +409,21 @@ def steps(self: Trainer):
     self.run.config.update(steps=self.total, shown=self.shown)
     self.run.write('config.json', self.run.config)
     self.progress = Progress(self.run.folder.name, self.total)
-    saved = time.monotonic()
-    for self.step in range(self.step + 1, self.total + 1):
+    saved = self.run.began   # with what came before the first step
+    for step in range(self.step + 1, self.total + 1):
+        if self.ends_early():
+            self.progress.total = self.step   # the line's last
+            self.progress(self.step)
+            tell(f'ended after step {self.step} of {self.total}: the held-out loss falls no more')
+            break
+        self.step = step
+        began = time.monotonic()
         yield self.step
-        late = torch.tensor(time.monotonic() - saved > SAVE_AFTER, device=self.accelerator.device)
-        due = self.step % self.cfg.checkpoint_every == 0 and self.step < self.total
+        ended = time.monotonic()
+        last = self.step == self.total
+        next_end = ended if last else ended + (ended - began)
+        late = torch.tensor(next_end - saved > SAVE_AFTER, device=self.accelerator.device)
+        due = self.step % self.cfg.checkpoint_every == 0 and not last
         if due or add_up(late.float()):   # late in any process
             self.save()
             saved = time.monotonic()

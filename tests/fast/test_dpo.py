@@ -9,8 +9,10 @@ from alpaca_farm.dpo import dpo_loss, DPOConfig, kto_loss, Loss, loss_of, LOSSES
 from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, read_summary
+from alpaca_farm.train import labelled
 from alpaca_farm.train.labelled import hold_out, LabelledAnswers, mismatched_rows, read_labels
 from alpaca_farm.train.labelled import reference_logprobs
+from alpaca_farm.train.trainer import Trainer
 from tiny import randn, sigmoid
 
 torch.set_num_threads(1)
@@ -279,3 +281,50 @@ def test_a_loss_of_one_s_own_is_named_in_place_of_the_table_s(base, tmp_path):
         [r['loss'] for r in read_log(theirs.folder)], abs=1e-5)
     assert loss_of(DPOConfig(loss_function=f'{__name__}:OF_LEAD')).mean
     assert loss_of(DPOConfig(loss_type='ipo')) is LOSSES['ipo']
+
+
+def test_a_restart_reads_the_references_log_probs(base, tmp_path, monkeypatch):
+    "An interrupted run scores nothing again, ends with the same weights, and leaves no such file."
+    def weights(out): return (out/'model/model.safetensors').read_bytes()
+    more = dict(loss_type='kto', checkpoint_every=1)
+    dpo.train(config(base, tmp_path/'whole', **more))
+    log = Trainer.log
+    def interrupted(self, **figures):
+        log(self, **figures)
+        if self.step == 2: raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, 'log', interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dpo.train(config(base, tmp_path/'killed', **more))
+    def scored(*_): raise AssertionError('the answers were scored again')
+    monkeypatch.setattr(labelled, 'reference_logprobs', scored)
+    dpo.train(config(base, tmp_path/'killed', **more))
+    assert weights(tmp_path/'killed') == weights(tmp_path/'whole')
+    assert not [*(tmp_path/'killed').glob('checkpoint/*.safetensors')]
+
+
+def test_it_ends_early_with_the_weights_of_the_lowest_held_out_loss(base, tmp_path, monkeypatch):
+    "As uninterrupted; with a rate so high that the loss on unseen pairs soon rises."
+    more = dict(held_out=12, eval_every=1, save_every=1, checkpoint_every=1, epochs=4,
+                learning_rate=3e-2, load_best_model_at_end=True, early_stopping_patience=2)
+    dpo.train(config(base, tmp_path/'whole', **more))
+    log = read_log(tmp_path/'whole')
+    losses = [r['val_loss'] for r in log]
+    best = 1 + losses.index(min(losses))
+    assert len(log) == best + 2 < read_json(tmp_path/'whole'/'config.json')['steps']
+    summary = read_summary(tmp_path/'whole')
+    assert (summary['best_step'], summary['val_loss']) == (best, min(losses))
+    def weights(place): return (tmp_path/place/'model.safetensors').read_bytes()
+    assert weights('whole/model') == weights(f'whole/model-{best}')
+    assert weights('whole/model') != weights(f'whole/model-{best + 2}')
+    save = Trainer.save
+    def killed(self):
+        save(self)
+        if self.step == best + 2: raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(Trainer, 'save', killed)
+        with pytest.raises(KeyboardInterrupt):
+            dpo.train(config(base, tmp_path/'killed', **more))
+    dpo.train(config(base, tmp_path/'killed', **more))
+    assert weights('killed/model') == weights('whole/model')
+    assert len(read_log(tmp_path/'killed')) == best + 2

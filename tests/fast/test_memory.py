@@ -1,5 +1,6 @@
 """What a run holds is bounded, and what is not needed is not held."""
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -9,7 +10,7 @@ from safetensors.torch import load_file
 from alpaca_farm import sft
 from alpaca_farm.model import generation, logprobs as core_models, memory, rewards
 from alpaca_farm.model.logprobs import load_policy, load_scalar, response_logprobs
-from alpaca_farm.run.runs import read_log
+from alpaca_farm.run.runs import read_log, Run
 from alpaca_farm.train import trainer as training
 from alpaca_farm.train.answers import answering, load_split, sample_answers
 from alpaca_farm.train.trainer import Trainer
@@ -179,3 +180,23 @@ def test_four_bits_are_asked_for(four_bits, monkeypatch):
         load_policy(four_bits.policy, four_bits, train=True)
     assert seen['quantization_config'].load_in_4bit
     assert seen['quantization_config'].bnb_4bit_compute_dtype == torch.bfloat16
+
+
+def test_a_checkpoint_comes_before_ten_minutes_of_long_steps_are_lost(base, tmp_path, monkeypatch):
+    "Steps of four minutes, of which the first begins in the fifth minute of the run."
+    clock = [0.]
+    saved = []
+    class Slow(Trainer):
+        def update(self, *args):
+            clock[0] += 240
+            return super().update(*args)
+        def save(self): saved.append((self.step, clock[0]))
+    monkeypatch.setattr(sft, 'Trainer', Slow)
+    monkeypatch.setattr(training, 'time', SimpleNamespace(monotonic=lambda: clock[0]))
+    start = Run.__init__
+    def early(self, *args):
+        start(self, *args)
+        self.began = -240.
+    monkeypatch.setattr(Run, '__init__', early)
+    sft.train(sft_config(base, out=str(tmp_path/'sft'), val_split='', max_instances=60))
+    assert saved == [(1, 240.), (3, 720.)]

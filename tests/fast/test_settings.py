@@ -83,6 +83,8 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(loss_type='kto', batch_size=1), 'batch_size'),
         (dict(save_every=-1), 'save_every'),
         (dict(eval_every=3, held_out=0), 'held_out'),
+        (dict(load_best_model_at_end=True), 'eval_every'),
+        (dict(eval_every=3, early_stopping_patience=2), 'load_best_model_at_end'),
         (dict(preferences=''), 'preferences'),
         (dict(out=202410), '-r out'),
         (dict(device='gpu'), 'cuda'),
