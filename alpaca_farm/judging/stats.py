@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['FEWEST_LABELS', 'plain', 'mean', 'mean_figures', 'standard_error', 'sigmoid', 'win_rate', 'Interval',
-           'bootstrap_draws', 'bootstrap', 'replicate_interval', 'holm', 'wilson', 'win_rate_interval', 'spearman',
-           'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement', 'variance', 'bias', 'two_votes_agree',
-           'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights']
+           'bootstrap_draws', 'bootstrap', 'replicate_interval', 'holm', 'Comparison', 'compare_all', 'wilson',
+           'win_rate_interval', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement', 'variance',
+           'bias', 'two_votes_agree', 'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate',
+           'tilted_weights']
 
 # %% ../../nbs/judging/stats.ipynb #d9759c10
 import math
@@ -170,6 +171,53 @@ def holm(
     adjusted[order] = np.maximum.accumulate(p[order]*np.arange(len(p), 0, -1))
     return np.minimum(adjusted, 1)
 
+
+# %% ../../nbs/judging/stats.ipynb #57cfda65
+class Comparison(NamedTuple):
+    "A mean difference, its 95 % interval alone, and its p-value among all comparisons."
+    value: float
+    low: float
+    high: float
+    holm: float  # after Holm's correction
+
+    @property
+    def clear(self) -> bool:
+        "Whether the difference is clear of 0 among all."
+        return self.holm < .05
+
+    def text(self, digits: int = 1) -> str:
+        "Write difference and interval, with a star if it is clear; the difference of one value."
+        value, low, high = (f'{end:.{digits}f}' for end in self[:3])
+        if self.low == self.high: return value
+        return f'{value} [{low}, {high}]' + ' *'*self.clear
+
+# %% ../../nbs/judging/stats.ipynb #fd473c96
+def compare_all(
+    differences: dict,  # by name: paired, (replicates,) or (replicates, instructions)
+) -> dict[object, Comparison]:  # by the same names
+    """Compare each mean difference with 0, alone and among all (Holm, 1979).
+
+    Parameters:
+      differences : by name: paired, (replicates,) or (replicates, instructions)
+    Returns: by the same names
+    """
+    from scipy.special import stdtr, stdtrit
+    intervals = []
+    p = []
+    for values in differences.values():
+        values = np.asarray(values, dtype=float)
+        if values.ndim == 1: values = values[:, None]
+        interval = replicate_interval(values)
+        freedom = (len(values) if len(values) > 1 else values.shape[1]) - 1
+        half = (interval.high - interval.low)/2
+        with np.errstate(invalid='ignore', divide='ignore'):
+            t = stdtrit(freedom, .975)*np.abs(interval.value)/half
+        intervals.append(interval)
+        p.append(np.nan_to_num(2*stdtr(freedom, -t), nan=1.))   # nan: equal, or one value
+    found = {}
+    for name, interval, adjusted in zip(differences, intervals, holm(p)):
+        found[name] = Comparison(*interval, float(adjusted))
+    return found
 
 # %% ../../nbs/judging/stats.ipynb #fb9b5c20
 FEWEST_LABELS = 10   # instructions with labels that a correction needs
