@@ -168,7 +168,8 @@ def run(cfg: EvalConfig, run: Run):
     if labels:
         first = next(iter(judges))
         _tell_corrections(run, first, judged[first].expected, labels)
-    for step, row in enumerate(board.to_dict('records'), 1): run.log(step, **row)
+    for step, row in enumerate(board.to_dict('records'), 1):
+        run.log(step, **{name: value for name, value in row.items() if value == value})   # no nan
     write_csv(run, 'leaderboard.csv', board)
     write_figure(run, 'leaderboard.png', leaderboard_figure(board))
     figures = rank_agreement(judged, seed=cfg.seed)

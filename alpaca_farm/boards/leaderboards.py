@@ -127,7 +127,8 @@ def leaderboard_figure(
         rate = board[judge]
         y = places + .2*((len(judges) - 1)/2 - k)
         ends = [rate - board[f'{judge}_low'], board[f'{judge}_high'] - rate]
-        ax.errorbar(rate, y, xerr=ends, fmt='o', ms=4, capsize=2, lw=1, label=judge)
+        ax.errorbar(rate, y, xerr=ends, fmt='o', ms=4, capsize=2, lw=1,
+                    label=judge.replace('gold', 'utility').replace('_', ' '))
         if judge == 'corrected':
             ax.hlines(y, board[judges[0]], rate, color=f'C{k}', lw=6, alpha=.3)
     ax.axvline(50, color='grey', lw=.8, ls=':')
@@ -137,7 +138,8 @@ def leaderboard_figure(
     trained = board[board.kind == 'method'] if 'kind' in board else board
     if len(trained):   # the best, not a ceiling above it
         best = trained.iloc[0]
-        ax.set_title(f'{best.method}: {best[judges[0]]:.1f} % under {judges[0]}', fontsize=9)
+        judge = judges[0].replace('_', ' ')
+        ax.set_title(f'{best.method} wins {best[judges[0]]:.1f} % according to {judge}', fontsize=9)
     ax.legend(fontsize=8, title='judged by', loc='upper left', bbox_to_anchor=(1.01, 1))
     return fig
 
