@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETS', 'COMPARED', 'AgreementConfig', 'prefer_longer', 'ask_judge', 'chosen_probability', 'agreement_board',
-           'verdicts_of_judges', 'run']
+           'verdicts_of_judges', 'run', 'effective_judges']
 
 # %% ../../nbs/boards/agreement.ipynb #399eb10f
 from dataclasses import dataclass, field
@@ -326,6 +326,20 @@ def run(cfg: AgreementConfig):
                   'more; agreement is counted on these')
     this_run.finish(**summary)
     return this_run
+
+# %% ../../nbs/boards/agreement.ipynb #11ee3293
+def effective_judges(
+    judges: np.ndarray,  # (judges, pairs) preferences
+    people: np.ndarray,  # (pairs,) mean preferences of the people whom the judges replace
+) -> float:
+    """Compute how many independent judges would have as small an error of the mean.
+
+    Parameters:
+      judges : (judges, pairs) preferences
+      people : (pairs,) mean preferences of the people whom the judges replace
+    """
+    errors = judges - people
+    return float((errors**2).mean()/(errors.mean(0)**2).mean())
 
 # %% ../../nbs/boards/agreement.ipynb #94adb30a
 command(AgreementConfig, run)
