@@ -20,9 +20,9 @@ from .data.text import check_limit, encode_prompts
 from .judging.judges import api_clients, check_known_names, judge_request, JudgedConfig
 from .judging.judges import load_annotators
 from .judging.pools import pool_members, preferences_over
-from .model.loading import device_of, dtype_of, load_tokenizer, model_config
+from .model.forecast import LARGE, print_time
+from .model.loading import load_tokenizer, model_config
 from .run.files import read_yaml
-from .run.forecast import forecast_jobs, forecast_text, LARGE, machine_speed
 from .run.jobs import Job
 from .run.paths import at_root
 from .run.runs import makes_run, methods as farm_methods, recipes, Run, run_config
@@ -281,28 +281,22 @@ def forecast(
 # %% ../nbs/bring_your_own.ipynb #bc7695c3
 def planned_runs(cfg: BringYourOwnConfig) -> list[Job]:
     "List the runs that the farm will make, with the settings that are known."
-    sizes = own_sizes(cfg)
     jobs = []
-    for name, row in recipes().items():
-        own = sizes.get(name, sizes.get(row['method'], {}))
-        unlabelled = row['labels'] == 'crowd' and not cfg.preferences
-        there = name == 'world' or name in ('sft', 'base') and not cfg.demonstrations
-        if own is None or unlabelled or there or not row['farm']: continue
-        shared = sizes.get(row['notebook']) or {}
-        jobs.append(Job(name, row['notebook'], row['settings'] | shared | own))
+    for name, own in own_sizes(cfg).items():
+        row = recipes().get(name)
+        there = name in ('sft', 'base') and not cfg.demonstrations
+        if own is None or row is None or there: continue
+        times = 2 if row['labels'] and cfg.preferences else 1
+        jobs += times*[Job(name, row['notebook'], row['settings'] | own)]
     return jobs
 
 
 def _print_time(cfg: BringYourOwnConfig, data: dict, splits: dict):
     "Print how long the farm's runs will take, one after another, and their memory."
     if cfg.weights_counted < LARGE: return
-    counts = {name: len(records) for name, records in splits.items()}
-    counts['sft'] = len(data.get('demonstrations', []))
-    counts['preference'] = max(counts['preference'], len(data.get('preferences', [])))
-    speed = machine_speed(device_of(cfg), dtype_of(cfg))
-    found = forecast_jobs(planned_runs(cfg), counts, cfg.weights_counted, dtype_of(cfg).itemsize,
-                          speed)
-    print(f'the farm takes {forecast_text(found)}')
+    counts = {name: len(records) for name, records in (data | splits).items()}
+    print_time(cfg, planned_runs(cfg), counts | dict(sft=counts.get('demonstrations', 0)),
+               cfg.weights_counted)
 
 # %% ../nbs/bring_your_own.ipynb #e408fa70
 @makes_run(BringYourOwnConfig)

@@ -32,11 +32,10 @@ from .judging.judges import RecordedLabels
 from .judging.label_files import label_file
 from .judging.pools import mean_preferences
 from .judging.stats import FEWEST_LABELS, Interval, tilted_weights, wilson
-from .model.loading import device_of, dtype_of
+from .model.forecast import LARGE, print_time
 from .model.rewards import reward
 from .overoptimization import foretell, standard_reward
 from .run.defaults import count_weights
-from .run.forecast import forecast_jobs, forecast_text, LARGE, machine_speed
 from .run.jobs import Job, run_or_fail
 from .run.runs import read_summary, run_config, start, write_csv
 from .run.settings import ASIDE, command, Count, Judge, Positive
@@ -538,13 +537,9 @@ def _print_time(cfg: DecideConfig):
     world = farm_world(_seed_farm(cfg, 0))
     weights = count_weights(world.model)
     if weights < LARGE: return
-    counts = {}
-    for name in ('preference', 'unlabeled', 'eval'):
-        counts[name] = len(load_records(world.folder, name))
-    left = _runs_left(cfg)
-    speed = machine_speed(device_of(cfg), dtype_of(cfg))
-    found = forecast_jobs(left, counts, weights, dtype_of(cfg).itemsize, speed)
-    print(f'runs left: {len(left)}, {forecast_text(found)}')
+    splits = 'preference', 'unlabeled', 'eval'
+    counts = {name: len(load_records(world.folder, name)) for name in splits}
+    print_time(cfg, _runs_left(cfg), counts, weights)
 
 # %% ../nbs/decide.ipynb #1682a178
 def run(cfg: DecideConfig):
