@@ -110,6 +110,7 @@ def text_passes(
     each = 2 if own.get('lora_rank') else 3
     total = texts*(each*learned + own.get('more', 0))
     if notebook == 'best_of_n': return total*(not own.get('samples'))   # which are there
+    if notebook == 'reward_model': return total
     return total + counts['eval']*(_WRITING + 1)
 
 # %% ../../nbs/model/forecast.ipynb #d415dcdd
