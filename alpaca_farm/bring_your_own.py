@@ -291,7 +291,7 @@ def planned_runs(cfg: BringYourOwnConfig) -> list[Job]:
     return jobs
 
 
-def _print_time(cfg: BringYourOwnConfig, data: dict, splits: dict):
+def _print_farm_time(cfg: BringYourOwnConfig, data: dict, splits: dict):
     "Print how long the farm's runs will take, one after another, and their memory."
     if cfg.weights_counted < LARGE: return
     counts = {name: len(records) for name, records in (data | splits).items()}
@@ -305,7 +305,7 @@ def run(cfg: BringYourOwnConfig, run: Run):
     data, judges = _read_own(run)
     splits = divide_prompts(cfg, data['prompts'])
     planned = forecast(cfg, splits, judges)
-    _print_time(cfg, data, splits)
+    _print_farm_time(cfg, data, splits)
     run.load()
     for name, records in splits.items(): run.write(f'{name}.json', records)
     if cfg.demonstrations: run.write('sft.json', data['demonstrations'])

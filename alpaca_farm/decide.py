@@ -532,7 +532,7 @@ def _print_forecast(cfg: DecideConfig):
           "if all take as many times their usual time as the policy's first answers did")
 
 # %% ../nbs/decide.ipynb #e027ecfc
-def _print_time(cfg: DecideConfig):
+def _print_runs_time(cfg: DecideConfig):
     "Print how long the runs of a large model will take, one after another, and their memory."
     world = farm_world(_seed_farm(cfg, 0))
     weights = count_weights(world.model)
@@ -545,7 +545,7 @@ def _print_time(cfg: DecideConfig):
 def run(cfg: DecideConfig):
     "Make candidates, ask for labels and decide; it stops where labels are missing."
     if cfg.model: _make_own(cfg)
-    _print_time(cfg)
+    _print_runs_time(cfg)
     made = _make(cfg, 1, [])
     farm = _seed_farm(cfg, 0)
     world = farm_world(farm)
