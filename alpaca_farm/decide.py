@@ -23,7 +23,7 @@ from .boards.regret import weigh_duels
 from .boards.text import TEXT_COLUMNS
 from .data.dialogues import prompt_key
 from .data.pairs import match_prompts, output_texts
-from .data.records import each_answer
+from .data.records import each_answer, load_records
 from .farm import farm_jobs, farm_world, FarmConfig, population, RUNS
 from .judging.duels import duel_records, Duels, equal_share, hold_duels
 from .judging.duels import number_answers, pair_rates
@@ -32,8 +32,10 @@ from .judging.judges import RecordedLabels
 from .judging.label_files import label_file
 from .judging.pools import mean_preferences
 from .judging.stats import FEWEST_LABELS, Interval, tilted_weights, wilson
+from .model.forecast import LARGE, print_time
 from .model.rewards import reward
 from .overoptimization import foretell, standard_reward
+from .run.defaults import count_weights
 from .run.jobs import Job, run_or_fail
 from .run.runs import read_summary, run_config, start, write_csv
 from .run.settings import ASIDE, command, Count, Judge, Positive
@@ -505,6 +507,15 @@ def _write_decision(folder, board: Board, found: Duels, forecasts: list[dict], *
                   trusted=board.trusted, **summary)
 
 # %% ../nbs/decide.ipynb #a77d6f4d
+def _runs_left(cfg: DecideConfig) -> list[Job]:
+    "List the runs of all seeds that are not finished."
+    left = []
+    for k in range(cfg.seeds):
+        jobs = candidate_jobs(cfg, k, ['', *cfg.methods])
+        left += [job for job in jobs if not read_summary(job.out)]
+    return left
+
+
 def _print_forecast(cfg: DecideConfig):
     "Print how long the runs that are left will take, by the time of the policy's first answers."
     spent = 0.
@@ -514,19 +525,27 @@ def _print_forecast(cfg: DecideConfig):
         if job.notebook != 'best_of_n' or 'cpu_seconds' not in summary: continue
         spent += summary['cpu_seconds']
         expected += job.cost
-    left = []
-    for k in range(cfg.seeds):
-        jobs = candidate_jobs(cfg, k, ['', *cfg.methods])
-        left += [job for job in jobs if not read_summary(job.out)]
+    left = _runs_left(cfg)
     if not (left and expected): return
     minutes = max(1., sum(job.cost for job in left)*spent/expected/60)
     print(f'runs left: {len(left)}, at most about {minutes:.0f} minutes of one core, '
           "if all take as many times their usual time as the policy's first answers did")
 
+# %% ../nbs/decide.ipynb #e027ecfc
+def _print_runs_time(cfg: DecideConfig):
+    "Print how long the runs of a large model will take, one after another, and their memory."
+    world = farm_world(_seed_farm(cfg, 0))
+    weights = count_weights(world.model)
+    if weights < LARGE: return
+    splits = 'preference', 'unlabeled', 'eval'
+    counts = {name: len(load_records(world.folder, name)) for name in splits}
+    print_time(cfg, _runs_left(cfg), counts, weights)
+
 # %% ../nbs/decide.ipynb #1682a178
 def run(cfg: DecideConfig):
     "Make candidates, ask for labels and decide; it stops where labels are missing."
     if cfg.model: _make_own(cfg)
+    _print_runs_time(cfg)
     made = _make(cfg, 1, [])
     farm = _seed_farm(cfg, 0)
     world = farm_world(farm)

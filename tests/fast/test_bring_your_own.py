@@ -9,7 +9,7 @@ import tiny
 from judge_server import judge_server
 from alpaca_farm import bring_your_own, farm
 from alpaca_farm.bring_your_own import _read_own, BringYourOwnConfig, divide_prompts, forecast
-from alpaca_farm.bring_your_own import METHODS, own_sizes
+from alpaca_farm.bring_your_own import METHODS, own_sizes, planned_runs
 from alpaca_farm.data.records import load_records
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.run.runs import Run
@@ -90,3 +90,28 @@ def test_every_method_has_settings_that_exist(mine, tmp_path):
         assert {*job.settings} <= known, job.out
     assert {job.out.rpartition('/')[2] for job in jobs} >= {
         *METHODS, *(f'{m}_crowd' for m in METHODS), 'references', 'candidates'}
+
+
+@pytest.mark.parametrize('speed, said', [(1e9, 'GB on this machine'), (1e2, 'lower max_instances')])
+def test_the_time_of_a_large_models_farm_is_said_before_it_starts(mine, monkeypatch, capsys,
+                                                                 speed, said):
+    "A model counts as large here; beyond a day the line says what to make smaller."
+    monkeypatch.setattr(bring_your_own, 'LARGE', 0)
+    monkeypatch.setattr('alpaca_farm.model.forecast.machine_speed', lambda *_: speed)
+    bring_your_own.run(BringYourOwnConfig(**mine))
+    line, = [x for x in capsys.readouterr().out.split('\n') if 'on this machine' in x]
+    assert said in line
+
+
+def test_runs_are_planned_as_the_farm_makes_them(mine):
+    cfg = BringYourOwnConfig(**mine | dict(methods=['best_of_n', 'dpo', 'rloo']))
+    world = bring_your_own.run(cfg).folder
+    made = [job.notebook for job in farm_jobs(FarmConfig(world=str(world)))]
+    assert sorted(job.notebook for job in planned_runs(cfg)) == sorted(made)
+
+
+def test_prompts_longer_than_those_of_training_are_told(mine, monkeypatch, capsys):
+    known = dict(settings=dict(max_prompt=3))
+    monkeypatch.setattr(bring_your_own, 'run_config', lambda *_: known)
+    _read_own(Run(BringYourOwnConfig(**mine), dict(settings={})))
+    assert 'max_prompt = 3' in capsys.readouterr().out

@@ -114,6 +114,9 @@ def places(base, tmp_path_factory):
         shutil.copytree(base/'world', folder/name, ignore=shutil.ignore_patterns('model'))
         world = json.loads((base/'world'/'world.json').read_text())
         tiny.write(folder/name/'world.json', world | more)
+    found['no_template'] = str(folder/'no_template')
+    shutil.copytree(base/'sft'/'model', found['no_template'],
+                    ignore=shutil.ignore_patterns('chat_template*'))
     for name in ('real', 'long'):
         found[f'{name}_data'] = tiny.splits(folder/f'{name}_data', FILES[name])
     return found
@@ -151,6 +154,9 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('sft', dict(data='{long_data}', max_prompt=70), 'Set max_length'),
     ('sft', dict(eval_every=2, val_split=''), 'val_split'),
     ('sft', dict(data='nowhere:alpaca'), 'nowhere'),
+    ('sft', dict(policy='{no_template}', template='chat'), 'template = chat'),
+    ('ppo', dict(policy='{no_template}', template='chat'), 'template = chat'),
+    ('bring_your_own', dict(model='{no_template}', template='chat'), 'template = chat'),
     ('ppo', dict(kl_coef=0, target_kl=6), 'target_kl'),
     # rewards and judges
     ('ppo', dict(annotators=f'{HERE}:silent'), f'{HERE}:silent'),

@@ -1,0 +1,47 @@
+"""Time and memory of runs before they start: against counts by hand, and defaults against settings."""
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+import tiny
+from alpaca_farm.model.forecast import _RUNS, forecast_jobs, forecast_run, text_passes
+
+
+def test_a_run_takes_six_operations_and_sixteen_bytes_a_weight():
+    "Two steps of 50 tokens on 3 million weights, then the same with adapters."
+    found = forecast_run(3e6, 3e6, tokens=50, steps=2, passes=3, size=4, speed=1e9)
+    assert found.seconds == pytest.approx(6*3e6*100/1e9)
+    least = forecast_run(3e6, 0, tokens=50, steps=2, passes=2, size=2, speed=1e9)
+    assert least.seconds == pytest.approx(4*3e6*100/1e9)
+    assert found.memory - least.memory == pytest.approx(16*3e6 - 2*3e6)
+
+
+@pytest.mark.parametrize('notebook, settings, passes', [
+    ('sft', dict(epochs=2), 2*40*3 + 5*3),
+    ('reward_model', dict(epochs=1), 2*30*3),
+    ('dpo', dict(epochs=1, lora_rank=8), 2*30*(2 + 1) + 5*3),
+    ('dpo', dict(epochs=1, max_instances=10), 2*10*(3 + 1) + 5*3),
+    ('best_of_n', dict(n=4, reward_model=''), 5*4*2),
+    ('ppo', dict(steps=2, rollouts=8, ppo_epochs=2), 16*(2*2*3 + 4) + 5*3),
+    ('quark', dict(steps=2, rollouts=8), 16*(3 + 4) + 5*3),
+    ('expert_iteration', dict(n=4, rounds=1, epochs=1, max_instances=10), 40*3 + 10*3 + 5*3)])
+def test_the_texts_of_a_run_are_counted(notebook, settings, passes):
+    counts = dict(sft=40, preference=30, unlabeled=20, eval=5)
+    assert text_passes(notebook, settings, counts) == pytest.approx(passes)
+
+
+def test_defaults_are_those_of_the_settings_for_a_large_model():
+    for notebook, own in _RUNS.items():
+        for field in fields(tiny.config_class(notebook)):
+            if field.name not in own: continue
+            default = field.metadata['by_size'][1] if field.metadata else field.default
+            assert own[field.name] == default, (notebook, field.name)
+
+
+def test_runs_add_up_and_the_largest_needs_the_memory():
+    jobs = [SimpleNamespace(notebook=name, settings={}) for name in ('best_of_n', 'annotators')]
+    one = forecast_jobs(jobs, dict(eval=10), 1e9, 2, 1e12)
+    two = forecast_jobs(jobs*2, dict(eval=10), 1e9, 2, 1e12)
+    assert one.seconds == pytest.approx(2*1e9*(128 + 256)*160*2/1e12)
+    assert (two.seconds, two.memory) == (pytest.approx(2*one.seconds), one.memory)
