@@ -138,10 +138,11 @@ def forecast_jobs(
         if job.notebook not in _RUNS: continue
         own = dict(max_prompt=256, max_new_tokens=256) | _RUNS[job.notebook] | job.settings
         trains = job.notebook != 'best_of_n' and not own.get('lora_rank')
+        values = own.get('advantage') == 'gae'   # a value model is trained beside the policy
         passes = text_passes(job.notebook, job.settings, counts)
         found.append(forecast_run(
-            weights, weights*trains, own['max_prompt']/2 + own['max_new_tokens'], 1, passes,
-            4 if trains else size, speed, own.get('held', 1)))
+            weights, weights*trains*(1 + values), own['max_prompt']/2 + own['max_new_tokens'], 1,
+            passes, 4 if trains else size, speed, own.get('held', 1) + values))
     return Forecast(sum(f.seconds for f in found), max(f.memory for f in found))
 
 # %% ../../nbs/model/forecast.ipynb #3b04d96c
