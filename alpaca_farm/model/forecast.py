@@ -13,7 +13,7 @@ import torch
 
 from .loading import device_of, dtype_of
 from ..run.defaults import fitted
-from ..run.progress import duration
+from ..run.progress import duration, tell
 from ..run.settings import Config
 
 # %% ../../nbs/model/forecast.ipynb #9538c588
@@ -123,6 +123,7 @@ def forecast_jobs(
     weights: float,  # of the model
     size: int,       # bytes of a weight that is only read
     speed: float,    # operations a second
+    tokens: float = 0.,  # of a text; 0: by the limits
 ) -> Forecast:
     """Forecast runs one after another; those of notebooks without a model take nothing.
 
@@ -132,6 +133,7 @@ def forecast_jobs(
       weights : of the model
       size : bytes of a weight that is only read
       speed : operations a second
+      tokens : of a text; 0: by the limits
     """
     found = [Forecast(0., 0.)]
     for job in jobs:
@@ -139,19 +141,29 @@ def forecast_jobs(
         own = dict(max_prompt=256, max_new_tokens=256) | _RUNS[job.notebook] | job.settings
         trains = job.notebook != 'best_of_n' and not own.get('lora_rank')
         values = own.get('advantage') == 'gae'   # a value model is trained beside the policy
+        each = tokens or own['max_prompt']/2 + own['max_new_tokens']
         passes = text_passes(job.notebook, job.settings, counts)
         found.append(forecast_run(
-            weights, weights*trains*(1 + values), own['max_prompt']/2 + own['max_new_tokens'], 1,
-            passes, 4 if trains else size, speed, own.get('held', 1) + values))
+            weights, weights*trains*(1 + values), each, 1, passes, 4 if trains else size, speed,
+            own.get('held', 1) + values))
     return Forecast(sum(f.seconds for f in found), max(f.memory for f in found))
 
 # %% ../../nbs/model/forecast.ipynb #3b04d96c
-def print_time(cfg: Config, jobs: list, counts: dict, weights: float):
-    "Print how long the runs of a large model take, and their memory."
+def print_time(
+    cfg: Config,
+    jobs: list, counts: dict, weights: float,  # as of `forecast_jobs`
+    tokens: float = 0.,
+):
+    """Print how long the runs of a large model take, and their memory.
+
+    Parameters:
+      weights : as of `forecast_jobs`
+    """
     size = dtype_of(cfg).itemsize
-    found = forecast_jobs(jobs, counts, weights, size, machine_speed(cfg))
+    found = forecast_jobs(jobs, counts, weights, size, machine_speed(cfg), tokens)
+    if not found.seconds: return   # no notebook of the table
     text = f'some {duration(found.seconds)} and {found.memory/1e9:.0f} GB on this machine'
     if found.seconds > 86400:
         text += (', more than a day: lower max_instances, max_new_tokens, epochs or steps, or take '
                  'a smaller model')
-    print(f'{len(jobs)} runs, {text}')
+    tell(f'{len(jobs)} runs, {text}' if len(jobs) > 1 else text)

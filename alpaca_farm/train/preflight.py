@@ -7,6 +7,7 @@ __all__ = ['settle', 'try_setting', 'preflight']
 
 # %% ../../nbs/train/preflight.ipynb #56814ad1
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 
@@ -17,9 +18,11 @@ from ..data.shown import example_text, learned_texts
 from ..data.text import check_limit, check_positions, decode, encode_prompts
 from ..data.text import encode_responses, end_token
 from ..judging.pools import preferences_over, with_verdict
+from ..model.forecast import LARGE, print_time
 from ..model.generation import generate
 from ..model.policy import Policy
 from ..run.defaults import count_weights, fitted
+from ..run.jobs import Job
 from ..run.paths import hub_snapshot, looks_like_hub
 from ..run.processes import once
 from ..run.progress import tell
@@ -70,13 +73,43 @@ def _show_first(records: list[dict], tokenizer, template: str, sampled: bool):
     if sampled: print(f'  its answer is sampled, until {tokenizer.decode([end_token(**how)])!r}')
 
 # %% ../../nbs/train/preflight.ipynb #1c0ab6bf
+def _fit_open(run, tokenizer, records: list[dict], others):
+    "Fit the settings that were left open to model and data, and say what they are."
+    cfg = run.cfg
+    _, model = cfg.sized_model()
+    if looks_like_hub(model) and not count_weights(model): hub_snapshot(model)
+    settings = vars(cfg) | cfg.defaults_by_size()
+    left_open = {k: pair for k, pair in sized_defaults(type(cfg)).items() if k in cfg.left_open}
+    longest = _longest_texts([records, *others], tokenizer, cfg.template)
+    values = fitted(settings, left_open, longest, len(records))
+    run.adjust(values)
+    taken = ', '.join(f'{name} {value:g}' for name, value in values.items())
+    tell(f'{taken}: {cfg.weights_counted/1e6:.3g}M weights, {len(records)} records, '
+         f'lora_rank {getattr(cfg, "lora_rank", 0)}')
+
+
+def _foretell_time(run, tokenizer, records: list[dict], answered: int, sampled: bool):
+    "Print how long the run of a large model takes, by the lengths of its own records."
+    cfg = run.cfg
+    weights = count_weights(cfg.sized_model()[1])
+    if weights < LARGE or not records: return
+    some = records[::1 + len(records)//200]
+    lengths = _token_counts(some, tokenizer=tokenizer, template=cfg.template)
+    tokens = np.mean(lengths['max_prompt' if sampled else 'max_length'])
+    if sampled: tokens += cfg.max_new_tokens
+    counts = dict.fromkeys(('sft', 'preference', 'unlabeled', 'eval'), len(records))
+    job = Job(cfg.out, Path(type(cfg).out).name, vars(cfg))
+    if job.notebook != 'best_of_n': counts['eval'] = answered
+    print_time(cfg, [job], counts, weights, tokens)
+
+
 def settle(
     run, tokenizer,
     records: list[dict],  # that are learned from, or answered
     *others: list[dict],  # sets that are only measured, each within the limits as well
     sampled: bool = False,  # whether the answers are the model's, not those of the records
 ):
-    """Show the first record, fit the settings that were left open to model and data, and say why.
+    """Show the first record, fit the settings that were left open, and foretell a large run's time.
 
     Parameters:
       records : that are learned from, or answered
@@ -85,18 +118,9 @@ def settle(
     """
     cfg = run.cfg
     if records: _show_first(records, tokenizer, cfg.template, sampled)
-    if not cfg.left_open: return
-    _, model = cfg.sized_model()
-    if looks_like_hub(model) and not count_weights(model): hub_snapshot(model)
-    settings = vars(cfg) | cfg.defaults_by_size()
-    left_open = {k: pair for k, pair in sized_defaults(type(cfg)).items() if k in cfg.left_open}
     answered = [load_split(cfg, name) for name in splits_read(cfg) if name != 'split']
-    longest = _longest_texts([records, *others, *answered], tokenizer, cfg.template)
-    values = fitted(settings, left_open, longest, len(records))
-    run.adjust(values)
-    taken = ', '.join(f'{name} {value:g}' for name, value in values.items())
-    tell(f'{taken}: {cfg.weights_counted/1e6:.3g}M weights, {len(records)} records, '
-         f'lora_rank {getattr(cfg, "lora_rank", 0)}')
+    if cfg.left_open: _fit_open(run, tokenizer, records, [*others, *answered])
+    _foretell_time(run, tokenizer, records, sum(map(len, answered)), sampled)
 
 # %% ../../nbs/train/preflight.ipynb #d7b71ed3
 def _note_shared_prompts(cfg: PromptConfig):
