@@ -169,7 +169,8 @@ def test_a_run_fits_what_was_left_open_to_its_data(base, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.startswith('the first of 60 records')
     assert said.count('learned, ') == 2
-    assert '135M weights, 60 records, lora_rank 0' in said.splitlines()[-1]
+    assert '135M weights, 60 records, lora_rank 0' in said.splitlines()[-2]
+    assert 'GB on this machine' in said.splitlines()[-1]
     assert f'learning_rate {cfg.learning_rate:g}' in said
     # what was set stays
     run = Run(DPOConfig(**given, batch_size=32, max_prompt=40), dict(settings={}))
