@@ -22,20 +22,20 @@ from tiny import run as train
 # settings with many steps, and the range from which the step of the kill is chosen
 LONG = dict(
     world=(dict(prose=400, batch_size=1), 200, 380),
-    sft=(dict(batch_size=1, checkpoint_every=2), 2, 55),
-    reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 90),
+    sft=(dict(batch_size=1, checkpoint_every=2), 2, 45),
+    reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 80),
     dpo=(
-        dict(batch_size=2, epochs=2, loss_type='kto', checkpoint_every=1, save_every=20), 2, 50),
+        dict(batch_size=2, epochs=2, loss_type='kto', checkpoint_every=1, save_every=20), 2, 40),
     ppo=(dict(steps=8, checkpoint_every=2, target_kl=1., k_beta=1.), 1, 7),
     rrhf=(
         dict(batch_size=2, n=2, epochs=2, refresh_every=7, kl_coef=.1, checkpoint_every=3,
-             save_every=20, missing_eos=''), 2, 55),
+             save_every=20, missing_eos=''), 2, 45),
     quark=(
         dict(steps=8, checkpoint_every=2, best_quantile_only=False, clear_pool=False), 1, 7),
     binary_feedback=(
         dict(batch_size=1, checkpoint_every=2, eval_every=7, save_every=20), 2, 55),
     rlcd=(dict(chunk=4), 1, 12),
-    best_of_n=(dict(chunk=1, n=4), 2, 28))
+    best_of_n=(dict(chunk=1, n=4), 2, 24))
 RESULTS = 'outputs.json', 'candidates.json', 'items.json', 'preferences.json', 'preferences.csv'
 
 
