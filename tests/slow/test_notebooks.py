@@ -65,6 +65,7 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects=dict(methods=['best_of_n', 'dp
                worth=dict(instances=24, labels=[10, 15], methods=['dpo']),
                simulators=dict(methods=['best_of_n', 'dpo']),
                knowledge=dict(shares=[0., 1.], budgets=[20]),
+               limits=dict(steps=2, saved=1, instances=4, factors=['utility', 'pool']),
                which_figure=dict(instances=4, labels=[20], flips=[0.], biases=[.5]),
                alarms=dict(steps=2, saved=1, instances=4, cells=['pool_all_middle_0.05']),
                literature=dict(worlds=1, steps=2))
@@ -180,6 +181,7 @@ def where_of(name, folder, sizes):
                       data=f'{folder}/world', out=f'{folder}/{name}'),
         ppo_single=dict(sft=f'{sft}/model', prompts=f'{folder}/world/unlabeled.json',
                         reward_model=f'{folder}/reward_model/model', out=f'{folder}/{name}/model'),
+        limits=dict(world=f'{folder}/real', runs=f'{folder}/real_runs'),
         regret=dict(folders=[str(folder)]*2))   # one replicate for two
     return places.get(name, dict(runs=str(folder), size=sizes))
 
