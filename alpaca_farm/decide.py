@@ -47,7 +47,26 @@ METHODS = {row['method']: row for row in RUNS.values() if row['method']}
 
 @dataclass
 class DecideConfig(JudgedConfig):
-    "Settings of a decision."
+    """Settings of a decision.
+
+    Settings:
+      out : run folder (default: runs/decide)
+      world : folder of a world; <out>_runs/world, made of yours, with a model (default: runs/world)
+      runs : folder of its farm's runs; <world>_runs when only the world is another (default: runs)
+      model : your model, to make a world of; prompts and judge are then needed (default: )
+      prompts : your prompts: a file, a dataset folder or a hub dataset (default: )
+      judge : who labels and judges, as in annotators; empty: the world's pool (default: )
+      labels : people's labels, a file or a run of labelling; or who votes in their place (default:
+        )
+      budget : labels of people in all (default: 200)
+      methods : of the farm's, beside the baselines (default: ['best_of_n', 'dpo',
+        'expert_iteration', 'rloo', 'ppo'])
+      seeds : runs of each (default: 2)
+      size : sizes of the runs, as in farm (default: default)
+      workers : runs side by side; 0 for the number of cores (default: 0)
+      force : go on if the judge fails the check, and believe people alone (default: False)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     out: str = 'runs/decide'   # run folder
     world: str = 'runs/world'  # folder of a world; <out>_runs/world, made of yours, with a model
     runs: str = 'runs'  # folder of its farm's runs; <world>_runs when only the world is another
@@ -121,7 +140,12 @@ def candidate_jobs(
     k: int,              # the seed
     methods: list[str],  # '' for what all of them read; none: only what needs no label
 ) -> list[Job]:
-    "Select the farm's jobs for some methods, and take four times as many samples of the policy."
+    """Select the farm's jobs for some methods, and take four times as many samples of the policy.
+
+    Parameters:
+      k : the seed
+      methods : '' for what all of them read; none: only what needs no label
+    """
     sources = _label_sources(cfg)
     jobs = []
     for job in farm_jobs(_seed_farm(cfg, k)):
@@ -242,7 +266,12 @@ def read_board(
     taught: list[str],  # runs of methods that were made
     judge,              # f(records) -> preferences
 ) -> Board:
-    "Judge the candidates of all seeds, by instruction."
+    """Judge the candidates of all seeds, by instruction.
+
+    Parameters:
+      taught : runs of methods that were made
+      judge : f(records) -> preferences
+    """
     import pandas as pd
     facts = []
     # by instruction, a list over the seeds that answered it

@@ -44,7 +44,14 @@ def ppo_policy_loss(
     advantages,         # (B, T)
     clip: float = 0.2,  # epsilon
 ):  # (B, T)
-    "Compute the clipped surrogate loss of each token (Schulman et al., 2017, eq. 7)."
+    """Compute the clipped surrogate loss of each token (Schulman et al., 2017, eq. 7).
+
+    Parameters:
+      logp : (B, T) log-probs under the policy in training
+      old_logp : (B, T) under the policy that sampled
+      advantages : (B, T)
+      clip : epsilon
+    """
     ratio = (logp - old_logp).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
@@ -55,7 +62,14 @@ def ppo_value_loss(
     returns,            # (B, T) targets
     clip: float = 0.2,  # largest change that lowers the loss
 ):  # (B, T)
-    "Compute half the squared error of each value, the larger of clipped and unclipped."
+    """Compute half the squared error of each value, the larger of clipped and unclipped.
+
+    Parameters:
+      values : (B, T) by the value model in training
+      old_values : (B, T) when the answers were sampled
+      returns : (B, T) targets
+      clip : largest change that lowers the loss
+    """
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     return .5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
@@ -66,7 +80,14 @@ def token_rewards(
     response,        # (B, T) mask
     kl_coef: float,  # weight of the penalty, beta
 ):  # (B, T)
-    "Give every token its KL penalty, and the last one the score as well."
+    """Give every token its KL penalty, and the last one the score as well.
+
+    Parameters:
+      scores : (B,)
+      kl : (B, T) per-token KL estimate, zero outside of the response
+      response : (B, T) mask
+      kl_coef : weight of the penalty, beta
+    """
     place = torch.arange(1, response.shape[1] + 1, device=response.device)
     last = (response * place).argmax(1)
     rewards = -kl_coef * kl * response
@@ -79,7 +100,15 @@ def steer_kl_coef(
     target: float,   # nats an answer
     k_beta: float,   # share of the relative error, at most 20 %, by which beta changes
 ) -> float:  # beta of the next step
-    "Raise beta above the target KL, lower it below (Ziegler et al., 2019, section 2.2)."
+    """Raise beta above the target KL, lower it below (Ziegler et al., 2019, section 2.2).
+
+    Parameters:
+      kl_coef : beta of this step
+      kl : of this step's answers to the reference, nats an answer
+      target : nats an answer
+      k_beta : share of the relative error, at most 20 %, by which beta changes
+    Returns: beta of the next step
+    """
     error = min(max(kl / target - 1, -.2), .2)
     return kl_coef * (1 + k_beta * error)
 
@@ -120,7 +149,13 @@ def group_advantages(
     size: int,  # answers to each prompt, G
     kind: str | Advantage,  # or a name of `ADVANTAGES`; it compares the answers of a group
 ):  # (B,)
-    "Compare each answer with the group of its prompt; equal rewards give exactly 0."
+    """Compare each answer with the group of its prompt; equal rewards give exactly 0.
+
+    Parameters:
+      totals : (B,) sum of each answer's rewards; answers to one prompt are adjacent
+      size : answers to each prompt, G
+      kind : or a name of `ADVANTAGES`; it compares the answers of a group
+    """
     group = totals.view(-1, size)
     if isinstance(kind, str): kind = ADVANTAGES[kind]
     return (kind.of_group(group) * has_spread(group, 1)).flatten()
@@ -128,7 +163,57 @@ def group_advantages(
 # %% ../nbs/ppo.ipynb #13ebf4a0
 @dataclass
 class PPOConfig(OnlineConfig):
-    "Settings of PPO."
+    """Settings of PPO.
+
+    Settings:
+      out : run folder (default: runs/ppo)
+      reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
+      policy : the initial policy, which is also the reference (default: runs/sft)
+      data : dataset folder with prompts (default: runs/world)
+      annotators : judge whose labels choose the checkpoint; empty for the last (default: )
+      temperature : of samples and of the log-probs that are compared (default: by size, 1.0 for a
+        toy, 0.8 for a large model)
+      steps : rollouts, each followed by its updates (default: 48)
+      advantage : baseline of the rewards, a name of the table: gae: a value model (Schulman et al.,
+        2016); reinforce++: the mean of the step (Hu, 2025); rloo: the other answers to the prompt
+        (Ahmadian et al., 2024, eq. 8); grpo: all answers to the prompt, in units of their spread
+        (Shao et al., 2024, eq. 21); dr_grpo: all answers to the prompt (Liu et al., 2025) (default:
+        gae)
+      advantage_function : module:function of rewards (prompts, G), or of an Advantage, in place of
+        advantage (default: )
+      group_size : where other answers are the baseline: answers a prompt (default: 4)
+      average : what weighs the same in the loss: each token of a step, or each answer, whatever its
+        length (default: token)
+      ppo_epochs : passes over each step's answers (default: 2)
+      batch_size : answers per optimiser step (default: 96)
+      kl_coef : weight of the KL penalty, beta (default: by size, 0.2 for a toy, 0.05 for a large
+        model)
+      target_kl : KL that beta is steered to, nats an answer; 0: beta is fixed (default: 0.0)
+      k_beta : how fast beta is steered (default: 0.1)
+      kl_kind : estimate of the KL per token (default: k1)
+      clip : clip range of a token's ratio, epsilon (default: 0.2)
+      value_clip : clip range of a value's change within a step (default: 0.2)
+      vf_coef : weight of the value loss (default: 0.1)
+      gamma : discount per token (default: 1.0)
+      lam : lambda of GAE (default: 1.0)
+      whiten_rewards : scale each step's rewards to variance 1 (default: False)
+      whiten_advantages : scale each step's advantages to mean 0 and variance 1 (default: True)
+      shared_value : a value head on the policy's own trunk instead of a value model (default:
+        False)
+      value_learning_rate : peak learning rate of the value model (default: by size, 0.001 for a
+        toy, 1e-05 for a large model)
+      learning_rate : peak learning rate of the policy (default: by size, 0.0005 for a toy, 1e-06
+        for a large model)
+      lr_schedule : how the learning rate falls (default: constant)
+      adam_eps : AdamW's epsilon (default: 1e-05)
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+        large model)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
+        toy, 0.8 for a large model)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     out: str = 'runs/ppo'                  # run folder
     temperature: Scale = by_size(1., .8)   # of samples and of the log-probs that are compared
     steps: Positive = 48                   # rollouts, each followed by its updates
@@ -213,7 +298,11 @@ def reward_beside(
     value: Policy | None,  # the value model, as it was made
     cfg: PPOConfig,
 ):  # records -> scores
-    "Make the reward of the settings, without a second copy of weights that are in memory."
+    """Make the reward of the settings, without a second copy of weights that are in memory.
+
+    Parameters:
+      value : the value model, as it was made
+    """
     spec = cfg.rewards[0]
     scorer = None if ':' in spec else scalar_on(policy, 'reward', spec, cfg)
     if scorer is None and value and value.adapter and not cfg.shared_value:   # without its adapter
@@ -229,7 +318,13 @@ def evaluate(
     batch: dict,  # ids, mask and response, and old_logp where it need not be computed: (B, T) each
     cfg: PPOConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) each
-    "Compute the log-probs of a rollout under the policy that sampled it, and its values."
+    """Compute the log-probs of a rollout under the policy that sampled it, and its values.
+
+    Parameters:
+      value : None where there is no value model: the values are then 0
+      batch : ids, mask and response, and old_logp where it need not be computed: (B, T) each
+    Returns: (B, T) each
+    """
     def both(part):
         states = answer_states(policy, part) if cfg.shared_value else None
         logp = part.get('old_logp')
@@ -258,7 +353,15 @@ def experience(
     cfg: PPOConfig,
     kl_coef: float | None = None,  # beta of this step; None: that of the settings
 ) -> tuple[dict, dict]:  # the batch with what the losses read, and figures over response tokens
-    "Turn a scored rollout into advantages and returns."
+    """Turn a scored rollout into advantages and returns.
+
+    Parameters:
+      value : the value model
+      batch : of a rollout
+      scores : (B,) of its answers
+      kl_coef : beta of this step; None: that of the settings
+    Returns: the batch with what the losses read, and figures over response tokens
+    """
     kind = advantage_of(cfg)
     response = batch['response']
     # 1. log-probs of the policy that sampled, and values
@@ -309,7 +412,13 @@ def ppo_loss(
     batch: dict,  # of `experience`
     cfg: PPOConfig,
 ) -> dict[str, torch.Tensor]:  # (B, T) each
-    "Compute the loss of each token, and figures."
+    """Compute the loss of each token, and figures.
+
+    Parameters:
+      value : the value model
+      batch : of `experience`
+    Returns: (B, T) each
+    """
     states = answer_states(policy, batch) if cfg.shared_value else None   # for both heads
     logp = logprobs(policy, batch, cfg.temperature, states)
     old_logp = batch['old_logp']
@@ -347,7 +456,12 @@ def rollout_indices(
     step: int,  # from 1
     cfg: PPOConfig,
 ) -> list[int]:
-    "List the prompt of each row of a step; rows of the same prompt are adjacent."
+    """List the prompt of each row of a step; rows of the same prompt are adjacent.
+
+    Parameters:
+      n : prompts there are
+      step : from 1
+    """
     return np.repeat(prompt_indices(n, step, cfg, cfg.rollouts // cfg.group), cfg.group).tolist()
 
 # %% ../nbs/ppo.ipynb #71cb6b86

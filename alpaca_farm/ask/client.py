@@ -32,7 +32,13 @@ def parse_mapping(
     entries: list[str],  # such as "old=new"
     kind=str,            # type of the right-hand side
 ) -> dict:
-    "Read the entries of a setting as a dict; ValueError for an entry of another form."
+    """Read the entries of a setting as a dict; ValueError for an entry of another form.
+
+    Parameters:
+      name : of the setting
+      entries : such as "old=new"
+      kind : type of the right-hand side
+    """
     mapping = {}
     for entry in entries:
         key, equals, value = entry.partition('=')
@@ -46,7 +52,21 @@ def parse_mapping(
 # %% ../../nbs/ask/client.ipynb #cf7d27e7
 @dataclass
 class ApiConfig(Config):
-    "Settings of requests to an API."
+    """Settings of requests to an API.
+
+    Settings:
+      out : run folder (default: )
+      base_url : such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI (default: )
+      models : model, equals sign, its replacement (default: [])
+      decoding : field of requests, equals sign, value (default: [])
+      store : file of all answers, shared by runs and processes (default: runs/answers.sqlite)
+      concurrency : requests under way at a time (default: 64)
+      timeout : seconds of silence after which a request is sent again (default: 120.0)
+      tries : times a request is sent before it counts as failed (default: 15)
+      budget : most dollars for all starts of this run folder; 0 for no limit (default: 0.0)
+      prices : YAML file of prices, `name: [in, out]`, dollars per million tokens (default: )
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
     models: list[str] = field(default_factory=list)  # model, equals sign, its replacement
     decoding: list[str] = field(default_factory=list)  # field of requests, equals sign, value
@@ -190,7 +210,13 @@ def price(self: ApiClient,
     tokens_in: float,    # of the prompt
     tokens_out: float,   # of the answer
 ) -> float | None:       # dollars; None if the price is unknown
-    "Price numbers of tokens."
+    """Price numbers of tokens.
+
+    Parameters:
+      tokens_in : of the prompt
+      tokens_out : of the answer
+    Returns: dollars; None if the price is unknown
+    """
     return cost(model, tokens_in, tokens_out, self.prices)
 
 
@@ -274,7 +300,11 @@ def note_answer(self: ApiClient,
     answer: dict,
     seconds: float,   # that it took
 ):
-    "Store an answer, add up tokens and prices, and hand it to the caller."
+    """Store an answer, add up tokens and prices, and hand it to the caller.
+
+    Parameters:
+      seconds : that it took
+    """
     tally = self.tally
     model = request['model']
     tokens_in, tokens_out = token_usage(answer, request)
@@ -301,7 +331,11 @@ def note_failure(self: ApiClient,
     e: Exception,
     silent: bool,   # whether no request has been answered meanwhile
 ):
-    "Note why a request has failed; end the call if the others would fail as well."
+    """Note why a request has failed; end the call if the others would fail as well.
+
+    Parameters:
+      silent : whether no request has been answered meanwhile
+    """
     why = _stop_reason(e, model)
     self.tally.failed[key] = why or _first_line(e)
     if _concerns_request(e): self.tally.refused.add(key)
@@ -404,7 +438,12 @@ def begin(self: ApiClient,
     todo: dict[bytes, dict],   # requests by key
     receive,                   # of a key and its answer: called with every answer
 ):
-    "Set the state of a call."
+    """Set the state of a call.
+
+    Parameters:
+      todo : requests by key
+      receive : of a key and its answer: called with every answer
+    """
     self.todo = todo
     self.receive = receive
     self.under_way = 0        # requests that are sent and not answered
@@ -458,7 +497,14 @@ def ask(
     tries: list[int] = (),  # how often the client asks for a readable answer; once by default
     draws: list[int] = (),  # number of each request's first answer in the store
 ) -> tuple[list, list[list[dict]]]:   # what each request's last answer says; all its answers
-    "Ask until answers can be read or have been tried; ValueError if none of the first can."
+    """Ask until answers can be read or have been tried; ValueError if none of the first can.
+
+    Parameters:
+      read : of an index and an answer: what it says, or None where it cannot be read
+      tries : how often the client asks for a readable answer; once by default
+      draws : number of each request's first answer in the store
+    Returns: what each request's last answer says; all its answers
+    """
     n = len(requests)
     tries = list(tries) or [1] * n
     draws = draws or [0] * n

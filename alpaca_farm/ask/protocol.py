@@ -125,7 +125,15 @@ def cost(
     tokens_out: float,   # of the answer
     prices: dict,        # as of `price_list`
 ) -> float | None:       # dollars; None if the price is unknown
-    "Price the given numbers of tokens of a model."
+    """Price the given numbers of tokens of a model.
+
+    Parameters:
+      model : with or without a date
+      tokens_in : of the prompt
+      tokens_out : of the answer
+      prices : as of `price_list`
+    Returns: dollars; None if the price is unknown
+    """
     name = model if model in prices else model.rpartition('-20')[0]
     if name not in prices: return None
     price_in, price_out = prices[name]

@@ -32,7 +32,14 @@ def request_key(
     draw: int = 0,       # which of several answers to the same request
     endpoint: str = '',  # where it is sent, as of `endpoint_name`
 ) -> bytes:              # 32 bytes
-    "Hash a request's JSON by SHA-256; the order of fields does not matter."
+    """Hash a request's JSON by SHA-256; the order of fields does not matter.
+
+    Parameters:
+      request : everything that is sent
+      draw : which of several answers to the same request
+      endpoint : where it is sent, as of `endpoint_name`
+    Returns: 32 bytes
+    """
     parts = [request, draw]
     if endpoint: parts.append(endpoint)
     text = json_text(parts, sort_keys=True, separators=(',', ':'))
@@ -130,7 +137,13 @@ class Store:
         run: str = '',                # who has paid for it
         dollars: float = 0.,          # and how much
     ):
-        "Store an answer and its request permanently, unless there is one."
+        """Store an answer and its request permanently, unless there is one.
+
+        Parameters:
+          seconds : that the answer took
+          run : who has paid for it
+          dollars : and how much
+        """
         with self.db:   # undone by an error
             self.run('begin immediate')
             self.run('insert or ignore into requests values (?, ?)', key, json_text(request))

@@ -29,7 +29,16 @@ from ..run.settings import Count, Judge, Labels, Reads
 # %% ../../nbs/boards/compare.ipynb #e5ca51a0
 @dataclass
 class CompareConfig(JudgedConfig):
-    "Settings of a comparison."
+    """Settings of a comparison.
+
+    Settings:
+      out : run folder (default: runs/compare)
+      folders : to compare (default: ['runs/dpo', 'runs/ppo'])
+      annotators : judge, as in the annotators notebook (default: runs/world/held_out_crowd.json)
+      labels : people's labels of some pairs, to correct the judge (default: )
+      examples : number of instructions whose answers are shown (default: 3)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     out: str = 'runs/compare'  # run folder
     # to compare
     folders: Annotated[list[str], Reads()] = field(

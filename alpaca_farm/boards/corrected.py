@@ -27,7 +27,14 @@ def ppi_mean(
     others,  # (..., M) in [0, 1], the judge's on other instructions, of which there may be none
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # each (...)
     """Estimate the labels' mean, its standard error and the weight of the judge (PPI++, equation 2
-    and proposition 2)."""
+    and proposition 2).
+
+    Parameters:
+      labels : (..., n) in [0, 1]
+      judge : (..., n) in [0, 1], on the same instructions
+      others : (..., M) in [0, 1], the judge's on other instructions, of which there may be none
+    Returns: each (...)
+    """
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
     n = y.shape[-1]
     M = rest.shape[-1]
@@ -77,7 +84,11 @@ def _estimate_stratum(labels, judge, others, share: float) -> tuple:
 def estimate_strata(
     strata: list[tuple],  # the arrays of `ppi_mean` of each stratum; a plain random draw is one
 ) -> Corrected:
-    "Correct the mean of labels, with a 95 % interval that holds for few labels."
+    """Correct the mean of labels, with a 95 % interval that holds for few labels.
+
+    Parameters:
+      strata : the arrays of `ppi_mean` of each stratum; a plain random draw is one
+    """
     from scipy.special import stdtrit
     n = np.array([np.shape(y)[-1] for y, _, _ in strata])
     sizes = n + [np.shape(others)[-1] for _, _, others in strata]
@@ -126,7 +137,13 @@ def plan_labels(
     agreement: float,     # of a person with the judge: a guess, or of `judge_agreement`
     within: float = .02,  # half-width of the interval, in [0, 1]
 ) -> Plan:
-    "Forecast how many labels an interval takes, before any is there."
+    """Forecast how many labels an interval takes, before any is there.
+
+    Parameters:
+      judge : verdicts in [0, 1] (N,); (N, 2) for the difference of two policies
+      agreement : of a person with the judge: a guess, or of `judge_agreement`
+      within : half-width of the interval, in [0, 1]
+    """
     side = _side_of(judge)
     policies = side.ndim
     if policies == 2: side = side[:, 1] - side[:, 0]
@@ -209,7 +226,12 @@ def match_labels(
     spec: str,          # a file or run of people's labels
     comparisons: dict,  # {name: (a model's answers, reference answers)}
 ) -> dict[str, PeopleLabels]:
-    "Match labels with comparisons, and print how many are on other pairs."
+    """Match labels with comparisons, and print how many are on other pairs.
+
+    Parameters:
+      spec : a file or run of people's labels
+      comparisons : {name: (a model's answers, reference answers)}
+    """
     known = read_people_labels(spec)
     lost = set(known)
     found = {}
@@ -242,7 +264,13 @@ def people_win_rate(
     preferences,           # (N,) a judge's in [1, 2], nan without a verdict
     labels: PeopleLabels,  # of people, on the same instructions
 ) -> Corrected:            # in percent
-    "Correct a judge's win rate; ValueError for too few labels on instructions with a verdict."
+    """Correct a judge's win rate; ValueError for too few labels on instructions with a verdict.
+
+    Parameters:
+      preferences : (N,) a judge's in [1, 2], nan without a verdict
+      labels : of people, on the same instructions
+    Returns: in percent
+    """
     f = np.asarray(preferences, dtype=float) - 1
     has = ~np.isnan(labels.votes)
     judged = ~np.isnan(f) & ~labels.same
@@ -293,7 +321,14 @@ def explain_win_rate(
     preferences,           # (N,) the judge's, nan without a verdict
     labels: PeopleLabels,  # on the same instructions
 ) -> list[str]:
-    "Say what a correction finds of a model's win rate, and what may be wrong with it."
+    """Say what a correction finds of a model's win rate, and what may be wrong with it.
+
+    Parameters:
+      name : of the model
+      judge : its name
+      preferences : (N,) the judge's, nan without a verdict
+      labels : on the same instructions
+    """
     c = people_win_rate(preferences, labels)
     f = np.asarray(preferences, dtype=float) - 1
     judged = ~np.isnan(f)
@@ -324,7 +359,13 @@ def people_difference(
     first: tuple,   # (preferences, labels) as of `people_win_rate`
     second: tuple,  # the same of another policy
 ) -> Interval | None:  # in points; None with fewer than ten instructions labelled for both
-    "Correct the second win rate minus the first."
+    """Correct the second win rate minus the first.
+
+    Parameters:
+      first : (preferences, labels) as of `people_win_rate`
+      second : the same of another policy
+    Returns: in points; None with fewer than ten instructions labelled for both
+    """
     f, one = first
     g, two = second
     if {one.drawn, two.drawn} - {None, 'random'}: return None

@@ -188,7 +188,14 @@ def make_preference(
     worse: dict,    # the same of the other answer
     tie: bool = False,   # whether neither is better
 ) -> dict:
-    "Make two answers to a prompt a preference, in an order that their texts draw."
+    """Make two answers to a prompt a preference, in an order that their texts draw.
+
+    Parameters:
+      prompt : instruction or messages, and any other fields of the record
+      better : its `output`, and its `generator` and `ended` where they are known
+      worse : the same of the other answer
+      tie : whether neither is better
+    """
     texts = sorted([str(better['output']), str(worse['output'])])
     asked = str(prompt.get('messages') or prompt.get('instruction'))
     swapped = hash_uniform('chosen', *texts, asked) < .5
@@ -536,7 +543,12 @@ def read_coded_label(
     row: dict,
     columns,   # of labels, in CODES; the first with a verdict counts
 ) -> dict:     # preference, None for no verdict, and its strength where the code has one
-    "Read the label in a row's columns of labels; ValueError for a value outside the code."
+    """Read the label in a row's columns of labels; ValueError for a value outside the code.
+
+    Parameters:
+      columns : of labels, in CODES; the first with a verdict counts
+    Returns: preference, None for no verdict, and its strength where the code has one
+    """
     for column in columns:
         code = CODES[column]
         number = finite_number(row[column])
@@ -708,7 +720,14 @@ def as_records(
     kinds=('instruction',),   # of records (FIELDS): the first that a row has or can be read as
     columns: str = '',   # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
-    "Read rows by the readers of their formats; ValueError names file, row and field."
+    """Read rows by the readers of their formats; ValueError names file, row and field.
+
+    Parameters:
+      rows : of a file, as they stand there
+      where : the file, for messages
+      kinds : of records (FIELDS): the first that a row has or can be read as
+      columns : names of columns, as in instruction=question,output=answer
+    """
     names = parse_columns(columns)
     coded = {*_TELLING, *names.values()}
     records = []

@@ -42,7 +42,12 @@ def read_preference(
     where: str,   # file and row, for messages
     name: str,    # the field
 ) -> float:
-    "Read a preference, in any convention, as a number; nan for no verdict, ValueError for others."
+    """Read a preference, in any convention, as a number; nan for no verdict, ValueError for others.
+
+    Parameters:
+      where : file and row, for messages
+      name : the field
+    """
     if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's
     said = _read_word(value) if isinstance(value, str) else None
     if said: return said
@@ -102,7 +107,10 @@ def answer_of(pair: dict, k: int) -> dict:
 
 
 def shown_swapped(pairs: list[dict], seed: int = 0) -> np.ndarray:  # (pairs,) bool
-    "Draw which pairs are shown with their second answer first."
+    """Draw which pairs are shown with their second answer first.
+
+    Returns: (pairs,) bool
+    """
     coins = [hash_uniform(seed, 'order', *pair_identity(p)) < .5 for p in pairs]
     turned = [p['output_1'] > p['output_2'] for p in pairs]
     return np.array(coins, dtype=bool) ^ np.array(turned, dtype=bool)
@@ -144,7 +152,14 @@ def check_answered(
     whose: str,     # what the rows are
     missing: str,   # what the others are
 ):
-    "Refuse with a ValueError rows of one index (of `index_prompts`) that the other lacks."
+    """Refuse with a ValueError rows of one index (of `index_prompts`) that the other lacks.
+
+    Parameters:
+      rows : of `index_prompts`
+      others : of `index_prompts`
+      whose : what the rows are
+      missing : what the others are
+    """
     lost = [prompt for prompt in rows if prompt not in others]
     if not lost: return
     places = ', '.join(str(rows[prompt]) for prompt in lost[:5])
@@ -201,7 +216,14 @@ def head2head_pairs(
     keys=('instruction', 'input'),   # the fields by which they are matched
     ordered: bool = False,   # whether they are compared row by row instead
 ) -> list[dict]:
-    "Pair two files of answers; ValueError when many prompts differ, or one occurs twice."
+    """Pair two files of answers; ValueError when many prompts differ, or one occurs twice.
+
+    Parameters:
+      outputs_1 : of a baseline
+      outputs_2 : of a model
+      keys : the fields by which they are matched
+      ordered : whether they are compared row by row instead
+    """
     def key(record): return tuple(str(with_instruction(record).get(k) or '') for k in keys)
     if not ordered:
         both = common_prompts(dict(baseline=outputs_1, model=outputs_2), key)

@@ -305,7 +305,11 @@ def check_record(
     row: dict,
     kind: str,     # whose fields it must have, one of FIELDS
 ) -> dict:
-    "Check a record, and complete it; ValueError names the field."
+    """Check a record, and complete it; ValueError names the field.
+
+    Parameters:
+      kind : whose fields it must have, one of FIELDS
+    """
     if row.get('input') is None: row['input'] = ''
     if prompt_messages(row) is None: _check_field(row, 'instruction', str)
     else: check_messages(row)
@@ -318,7 +322,12 @@ def check_records(
     kind: str,     # whose fields each must have, one of FIELDS
     where: str,    # their file, for messages
 ) -> list[dict]:
-    "Check records, and complete them; ValueError names file, row and field."
+    """Check records, and complete them; ValueError names file, row and field.
+
+    Parameters:
+      kind : whose fields each must have, one of FIELDS
+      where : their file, for messages
+    """
     records = []
     lost = Counter()
     for i, row in enumerate(rows):
@@ -362,7 +371,14 @@ def read_records(
     kind: str | tuple = 'instruction',   # whose fields they must have, or several (FIELDS)
     columns: str = '',  # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
-    "Make rows checked records, each once, and print what was used; ValueError names row and field."
+    """Make rows checked records, each once, and print what was used; ValueError names row and field.
+
+    Parameters:
+      rows : as they stand in a file
+      where : the file, for messages
+      kind : whose fields they must have, or several (FIELDS)
+      columns : names of columns, as in instruction=question,output=answer
+    """
     kinds = (kind,) if isinstance(kind, str) else kind
     records = as_records(rows, where, kinds, columns)
     said = describe_columns(rows, records, parse_columns(columns))
@@ -381,7 +397,15 @@ def load_records(
     n: int = 0,   # only the first n; all if 0
     columns: str = '',   # names of columns, as of `read_records`
 ) -> list[dict]:
-    "Read the records of a file or dataset, checked, each once; ValueError names row and field."
+    """Read the records of a file or dataset, checked, each once; ValueError names row and field.
+
+    Parameters:
+      spec : a dataset folder, a run folder, a file, or a dataset's name on the hub
+      name : a split, a file of a run folder, or several: the first there is
+      kind : whose fields they must have, or several (FIELDS)
+      n : only the first n; all if 0
+      columns : names of columns, as of `read_records`
+    """
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
     return read_records(rows[:n or None], where, kind, columns)
 
@@ -448,7 +472,12 @@ def candidate_pair(
     first: int,    # number of the answer that becomes output_1
     second: int,   # and output_2
 ) -> dict:
-    "Make two answers of some candidates a pair."
+    """Make two answers of some candidates a pair.
+
+    Parameters:
+      first : number of the answer that becomes output_1
+      second : and output_2
+    """
     pair = dict(without_lists(candidates), input=candidates.get('input') or '')
     for k, i in ((1, first), (2, second)):
         pair[f'output_{k}'] = candidates['output'][i]
@@ -474,7 +503,13 @@ def merge_candidates(
     sources=(),               # only candidates from these; all if empty
     columns: str = '',        # names of columns, as of `load_records`
 ) -> list[dict]:
-    "Read queries with all their candidates; ValueError for a source that no candidate has."
+    """Read queries with all their candidates; ValueError for a source that no candidate has.
+
+    Parameters:
+      specs : run folders or files
+      sources : only candidates from these; all if empty
+      columns : names of columns, as of `load_records`
+    """
     merged = {}
     present = set()
     for spec in as_list(specs):

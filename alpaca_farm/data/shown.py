@@ -66,7 +66,13 @@ def describe_columns(
     records: list[dict],   # as they were read, one for each row
     names: dict = {},      # of columns: ours by theirs, where the user has named any
 ) -> str:
-    "Say which columns were used, which were not, and what labels mean; empty for ours alone."
+    """Say which columns were used, which were not, and what labels mean; empty for ours alone.
+
+    Parameters:
+      rows : as they stand in a file
+      records : as they were read, one for each row
+      names : of columns: ours by theirs, where the user has named any
+    """
     columns = {}   # in the order of the file
     for row in rows: columns |= dict.fromkeys(row)
     columns = {name: None for name in columns if name not in _NOTED}
@@ -86,7 +92,12 @@ def describe_columns(
 def learned_texts(
     record: dict,   # with one answer, two, several or none
 ) -> list[tuple]:   # name, text, and whether it has ended
-    "List the answers of a record that a model learns from, of a pair the better one first."
+    """List the answers of a record that a model learns from, of a pair the better one first.
+
+    Parameters:
+      record : with one answer, two, several or none
+    Returns: name, text, and whether it has ended
+    """
     if 'output_1' in record:
         p = record.get('preference') or 1.5
         names = 'answer 1', 'answer 2'
@@ -114,7 +125,13 @@ def example_text(
     tokenizer,
     most: int = 300,     # characters of a part that are shown
 ) -> str:
-    "Write a record as a model reads it, a line for each part."
+    """Write a record as a model reads it, a line for each part.
+
+    Parameters:
+      count : of records, of which this is the first
+      parts : of it: name, token ids, and whether it has ended
+      most : characters of a part that are shown
+    """
     lines = [f'the first of {count:,} records, as the model reads it:']
     for name, ids, ended in parts:
         text = _cut_middle(tokenizer.decode(ids), most)
@@ -127,7 +144,12 @@ def request_text(
     name: str,       # of who is asked
     request: dict,   # with messages or a prompt, or a pair; the rest are fields
 ) -> str:
-    "Write a request, its fields in a line and a line for each turn or text."
+    """Write a request, its fields in a line and a line for each turn or text.
+
+    Parameters:
+      name : of who is asked
+      request : with messages or a prompt, or a pair; the rest are fields
+    """
     texts = [k for k in ('prompt', *PAIR_FIELDS) if request.get(k)]
     turns = request.get('messages', []) + [dict(role=k, content=request[k]) for k in texts]
     fields = [f'{k} = {v}' for k, v in request.items() if k not in ('messages', 'input', *texts)]

@@ -66,7 +66,11 @@ def build_prompt(
     tokenizer,
     template: str = 'auto',   # chat; alpaca; raw; auto: chat where the tokenizer has a template
 ) -> str:
-    "Write the text that a model continues; ValueError if the chat template refuses the turns."
+    """Write the text that a model continues; ValueError if the chat template refuses the turns.
+
+    Parameters:
+      template : chat; alpaca; raw; auto: chat where the tokenizer has a template
+    """
     if uses_chat(tokenizer, template): return _chat_prompt(as_messages(record), tokenizer)
     if _continues_text(record, tokenizer, template): text = dialogue_text(record['messages'])
     elif template == 'raw': text = full_instruction(record)
@@ -307,7 +311,11 @@ def encode_prompts(
     tokenizer,
     template: str = 'auto',   # as of `build_prompt`
 ) -> list[list[int]]:
-    "Encode the prompt of each record; special tokens in its texts are spelt out."
+    """Encode the prompt of each record; special tokens in its texts are spelt out.
+
+    Parameters:
+      template : as of `build_prompt`
+    """
     start = [] if uses_chat(tokenizer, template) else start_tokens(tokenizer)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special -= {tokenizer.unk_token_id}   # which stands for text
@@ -348,7 +356,14 @@ def encode_responses(
     records: list[dict] | None = None,  # whose responses they are; instructions if not given
     closed: bool = False,   # with what the template writes behind an end, where others read scores
 ) -> list[list[int]]:
-    "Encode responses as they follow their prompts, with the end of an answer where they `ended`."
+    """Encode responses as they follow their prompts, with the end of an answer where they `ended`.
+
+    Parameters:
+      ended : whether an end is behind all, or each
+      template : as of `build_prompt`
+      records : whose responses they are; instructions if not given
+      closed : with what the template writes behind an end, where others read scores
+    """
     if not texts: return []
     if isinstance(ended, bool): ended = [ended] * len(texts)
     frame = _frame(tokenizer, template)
@@ -375,7 +390,12 @@ def decode(
     template: str = 'auto',   # of the prompt, as of `build_prompt`
     record: dict = {},        # whose response it is
 ) -> str:
-    "Read a response's tokens, without the thoughts before it; empty if they have no end."
+    """Read a response's tokens, without the thoughts before it; empty if they have no end.
+
+    Parameters:
+      template : of the prompt, as of `build_prompt`
+      record : whose response it is
+    """
     frame = _frame(tokenizer, template)
     end = end_token(tokenizer)   # which some tokenizers do not count as special
     tokens = [t for t in tokens if t != end]
@@ -388,7 +408,14 @@ def pad(
     value: int = 0,    # in the gaps
     side: str = 'right',   # where they are
 ) -> torch.Tensor:     # (rows, longest)
-    "Make ragged rows one tensor."
+    """Make ragged rows one tensor.
+
+    Parameters:
+      rows : of token ids, of different lengths
+      value : in the gaps
+      side : where they are
+    Returns: (rows, longest)
+    """
     width = max(map(len, rows))
     padded = []
     for row in rows:
@@ -403,7 +430,13 @@ def collate(
     pad_id: int,
     side: str = 'right',   # of the padding
 ) -> dict[str, torch.Tensor]:
-    "Make prompts and responses a batch: `ids`, `mask` and `response`, each (batch, time)."
+    """Make prompts and responses a batch: `ids`, `mask` and `response`, each (batch, time).
+
+    Parameters:
+      prompts : token ids of each
+      responses : and of its response
+      side : of the padding
+    """
     ids = []
     mask = []
     response = []
@@ -420,7 +453,12 @@ def rollout_batch(
     responses: list,   # of each sampled response, padded on the right
     pad_id: int,
 ) -> dict[str, torch.Tensor]:
-    "Make sampled responses, which all begin in the same column, a batch as of `collate`."
+    """Make sampled responses, which all begin in the same column, a batch as of `collate`.
+
+    Parameters:
+      prompts : token ids of each, padded on the left
+      responses : of each sampled response, padded on the right
+    """
     empty = [[] for _ in prompts]
     left = collate(prompts, empty, pad_id, 'left')
     right = collate(empty, responses, pad_id)
@@ -433,7 +471,14 @@ def answer_batches(
     size: int,         # the most answers in a batch
     tokens: float = math.inf,   # the most tokens, with padding; one answer may have more
 ):
-    "Yield batches of distinct answers: row numbers of each, prompts, responses."
+    """Yield batches of distinct answers: row numbers of each, prompts, responses.
+
+    Parameters:
+      prompts : token ids of each
+      responses : and of its response
+      size : the most answers in a batch
+      tokens : the most tokens, with padding; one answer may have more
+    """
     rows = {}
     longest = {}
     for i, (p, r) in enumerate(zip(map(tuple, prompts), map(tuple, responses))):
@@ -458,7 +503,13 @@ def check_limit(
     what: str,            # the name of the examples
     setting: str,         # that sets the limit
 ) -> str:
-    "Say how many examples are too long; ValueError if more than a fifth, naming a better limit."
+    """Say how many examples are too long; ValueError if more than a fifth, naming a better limit.
+
+    Parameters:
+      lengths : in tokens
+      what : the name of the examples
+      setting : that sets the limit
+    """
     longer = sum(n > limit for n in lengths)
     text = f'{longer} of {len(lengths)} {what} are longer than {setting} = {limit} tokens'
     if 5 * longer <= len(lengths): return text
@@ -472,7 +523,13 @@ def within_limit(
     what: str = 'examples',         # their name
     setting: str = 'max_length',    # that sets the limit
 ) -> list[int]:
-    "List the rows of the examples within the limit; print how many are not, ValueError for many."
+    """List the rows of the examples within the limit; print how many are not, ValueError for many.
+
+    Parameters:
+      lengths : in tokens
+      what : their name
+      setting : that sets the limit
+    """
     text = check_limit(lengths, limit, what, setting)
     rows = [i for i, n in enumerate(lengths) if n <= limit]
     if len(rows) < len(lengths): print(f'{text} (the longest has {max(lengths)}) and are left out')
@@ -493,7 +550,12 @@ def check_positions(
     length: int,   # in tokens
     what: str,     # how the sequence is named in the message
 ):
-    "Refuse with a ValueError a sequence that is longer than the model can read."
+    """Refuse with a ValueError a sequence that is longer than the model can read.
+
+    Parameters:
+      length : in tokens
+      what : how the sequence is named in the message
+    """
     limit = position_limit(policy)
     if length <= limit: return
     name = policy.config._name_or_path or 'the model'
@@ -509,7 +571,15 @@ def encode(
     template: str = 'auto',   # as of `build_prompt`
     closed: bool = False,     # as of `encode_responses`
 ) -> tuple[list[int], list, list]:   # rows that fit; their prompts; for each field, the responses
-    "Encode the records that fit, with an end behind the responses that were not cut off."
+    """Encode the records that fit, with an end behind the responses that were not cut off.
+
+    Parameters:
+      fields : with responses: `output`, or of pairs `output_1`, `output_2`
+      max_length : of a prompt with its longest response, in tokens
+      template : as of `build_prompt`
+      closed : as of `encode_responses`
+    Returns: rows that fit; their prompts; for each field, the responses
+    """
     prompts = encode_prompts(records, tokenizer, template)
     responses = []
     written = 0

@@ -24,14 +24,25 @@ def needed_votes(
     variance: float,     # of its estimate, times the number of votes in all
     right: float = .9,   # chance of the right order
 ) -> float:
-    "Compute how many votes put two methods into the right order."
+    """Compute how many votes put two methods into the right order.
+
+    Parameters:
+      difference : of the two, in [0, 1]
+      variance : of its estimate, times the number of votes in all
+      right : chance of the right order
+    """
     return variance*(NormalDist().inv_cdf(right)/difference)**2
 
 # %% ../../nbs/judging/duels.ipynb #e522f1ad
 def number_answers(
     answers: list[list[dict]],  # of each method, to the same requests in the same order
 ) -> np.ndarray:  # (methods, requests): the first method with the same text
-    "Number the texts of answers, by request."
+    """Number the texts of answers, by request.
+
+    Parameters:
+      answers : of each method, to the same requests in the same order
+    Returns: (methods, requests): the first method with the same text
+    """
     texts = []
     for rows in answers: texts.append([output_texts(r)[0] for r in rows])
     texts = np.array(texts, dtype=object)
@@ -42,7 +53,12 @@ def number_answers(
 def equal_share(
     answers: np.ndarray,  # of `number_answers`
 ) -> np.ndarray:  # (methods, methods)
-    "Compute how often two methods' answers are equal."
+    """Compute how often two methods' answers are equal.
+
+    Parameters:
+      answers : of `number_answers`
+    Returns: (methods, methods)
+    """
     return (answers[:, None] == answers[None]).mean(-1)
 
 # %% ../../nbs/judging/duels.ipynb #be9f749a
@@ -60,7 +76,15 @@ def draw_round(
     requests: list[int],           # in the order in which they are taken
     votes: int,                    # at most
 ) -> tuple[list, list]:  # duels to ask about; all duels, with the number of their vote
-    "Draw duels (method, method, request) on different answers, request by request."
+    """Draw duels (method, method, request) on different answers, request by request.
+
+    Parameters:
+      pairs : of methods
+      answers : of `number_answers`: by method, by request
+      requests : in the order in which they are taken
+      votes : at most
+    Returns: duels to ask about; all duels, with the number of their vote
+    """
     asked = []
     drawn = []
     place = {}   # of the vote on two texts
@@ -99,7 +123,12 @@ def pair_rates(
     found: Duels,
     answers: np.ndarray,  # of `number_answers`
 ) -> tuple[np.ndarray, np.ndarray]:  # rates (methods, methods), nan without votes; numbers of duels
-    "Compute how often each method wins against each, with equal answers as half."
+    """Compute how often each method wins against each, with equal answers as half.
+
+    Parameters:
+      answers : of `number_answers`
+    Returns: rates (methods, methods), nan without votes; numbers of duels
+    """
     equal = equal_share(answers)
     won = np.zeros(equal.shape)
     counts = np.zeros(equal.shape, int)
@@ -118,7 +147,13 @@ def duel_interval(
     one: int,             # method
     other: int,           # method
 ) -> Interval:
-    "Estimate how often one method wins against another, by the votes of the last round alone."
+    """Estimate how often one method wins against another, by the votes of the last round alone.
+
+    Parameters:
+      answers : of `number_answers`
+      one : method
+      other : method
+    """
     last = found.last_round()
     won = 0.
     n = 0
@@ -136,7 +171,14 @@ def mean_rates(
     counts: np.ndarray,  # (methods, methods) of duels
     methods: list[int],  # still in
 ) -> np.ndarray:  # of those still in
-    "Average each method's rates against the others; one half without any."
+    """Average each method's rates against the others; one half without any.
+
+    Parameters:
+      rates : (methods, methods), nan without votes
+      counts : (methods, methods) of duels
+      methods : still in
+    Returns: of those still in
+    """
     own = rates[np.ix_(methods, methods)].copy()
     np.fill_diagonal(own, np.nan)
     known = (~np.isnan(own)).sum(1)
@@ -169,7 +211,16 @@ def hold_duels(
     score=None,   # f(rates, counts, methods): who stays in, by all votes; None: `mean_rates`
     seed: int = 0,        # of the order of methods and requests
 ) -> Duels:
-    "Hold duels round by round, as the design says, until votes are spent or missing."
+    """Hold duels round by round, as the design says, until votes are spent or missing.
+
+    Parameters:
+      answers : of `number_answers`
+      budget : votes in all
+      ask : f(duels (n, 4)) -> votes (n,) for the first method in [0, 1], or nan
+      design : what is asked
+      score : f(rates, counts, methods): who stays in, by all votes; None: `mean_rates`
+      seed : of the order of methods and requests
+    """
     rng = np.random.default_rng(seed)
     methods = [*range(len(answers))]
     requests = rng.permutation(answers.shape[1]).tolist()
@@ -207,7 +258,12 @@ def explain_duels(
     names: list[str],     # of the methods
     design: Design = 'best',
 ) -> list[str]:
-    "Say what the votes answer, or how many of them are missing."
+    """Say what the votes answer, or how many of them are missing.
+
+    Parameters:
+      answers : of `number_answers`
+      names : of the methods
+    """
     missing = int(np.isnan(found.votes).sum())
     if missing: return [f'round {found.drawn[-1, 3] + 1}: {missing} duels wait for a vote']
 
@@ -229,7 +285,12 @@ def pair_table(
     answers: np.ndarray,  # of `number_answers`
     names: list[str],     # of the methods
 ):  # DataFrame: first, second, duels, win_rate of the second in %
-    "Tabulate the methods that met, by the votes of all rounds."
+    """Tabulate the methods that met, by the votes of all rounds.
+
+    Parameters:
+      answers : of `number_answers`
+      names : of the methods
+    """
     import pandas as pd
     rates, counts = pair_rates(found, answers)
     rows = []
@@ -246,7 +307,11 @@ def pair_table(
 def circular_share(
     rates: np.ndarray,  # (methods, methods)
 ) -> float:
-    "Compute in which share of triples of methods the winners form a circle."
+    """Compute in which share of triples of methods the winners form a circle.
+
+    Parameters:
+      rates : (methods, methods)
+    """
     circles = []
     for one, two, three in combinations(range(len(rates)), 3):
         wins = rates[one, two] > .5, rates[two, three] > .5, rates[three, one] > .5
@@ -258,7 +323,12 @@ def duel_records(
     duels: np.ndarray,  # (n, 4) of `hold_duels`
     answers: dict[str, list[dict]],  # by method, to the same requests in the same order
 ) -> list[dict]:
-    "Make the pairs of duels: the first method's answer is output_1."
+    """Make the pairs of duels: the first method's answer is output_1.
+
+    Parameters:
+      duels : (n, 4) of `hold_duels`
+      answers : by method, to the same requests in the same order
+    """
     names = [*answers]
     records = []
     for one, other, request, number in duels:
@@ -279,7 +349,13 @@ def check_drawn(
     drawn: list[dict],   # of `duel_records`
     where: str,          # setting and file
 ):
-    "Refuse votes on duels that were not drawn with a ValueError."
+    """Refuse votes on duels that were not drawn with a ValueError.
+
+    Parameters:
+      labels : preference records; duels have `drawn` = duel
+      drawn : of `duel_records`
+      where : setting and file
+    """
     known = {tuple(pair_identity(pair)) for pair in drawn}
     for label in labels:
         if label.get('drawn') != 'duel' or tuple(pair_identity(label)) in known: continue

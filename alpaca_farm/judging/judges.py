@@ -96,7 +96,13 @@ def load_evaluators(
     models: dict = {},   # the model to ask instead, by its name in the configuration
     decoding: dict = {}, # fields of all requests, instead of those in the configuration
 ) -> list[Evaluator]:
-    "Read the annotators of a configuration; ValueError for one that cannot be asked."
+    """Read the annotators of a configuration; ValueError for one that cannot be asked.
+
+    Parameters:
+      spec : a name that alpaca-eval ships, or a folder with a configs.yaml
+      models : the model to ask instead, by its name in the configuration
+      decoding : fields of all requests, instead of those in the configuration
+    """
     file = judge_config_file(spec)
     if file is None:
         raise ValueError(f'{spec}: no configuration has this name, and no folder with a '
@@ -137,7 +143,12 @@ def fill_prompt(
     template: str,
     pairs: list[dict],   # as many as the template has slots of each name
 ) -> list[dict]:         # messages
-    "Write a template's messages, with the fields of the pairs in its slots."
+    """Write a template's messages, with the fields of the pairs in its slots.
+
+    Parameters:
+      pairs : as many as the template has slots of each name
+    Returns: messages
+    """
     rows = [dict(p, instruction=full_instruction(p), input='') for p in pairs]
     texts = {}   # of each slot's name, those that are still to be filled in
     for name in PAIR_FIELDS: texts[name] = iter([str(row.get(name)) for row in rows])
@@ -172,7 +183,13 @@ def parse_verdicts(
     answer: dict | None,  # as the endpoint sent it
     pairs=(),             # those shown: what an answer repeats from them is not its own words
 ) -> list[float]:  # (batch_size,) from 1 to 2; nan for no verdict
-    "Read an evaluator's preferences in its answer."
+    """Read an evaluator's preferences in its answer.
+
+    Parameters:
+      answer : as the endpoint sent it
+      pairs : those shown: what an answer repeats from them is not its own words
+    Returns: (batch_size,) from 1 to 2; nan for no verdict
+    """
     shown = []
     for p in pairs: shown += p['output_1'], p['output_2']
     try:
@@ -511,12 +528,22 @@ def load_annotators(
     spec: str,  # what a setting names: see the table
     cfg,        # settings of the run; where it has none of an endpoint, their defaults
 ):  # a judge, or a pool
-    "Load the judge or pool of a name; ValueError for any other name."
+    """Load the judge or pool of a name; ValueError for any other name.
+
+    Parameters:
+      spec : what a setting names: see the table
+      cfg : settings of the run; where it has none of an endpoint, their defaults
+    """
     return _judge_kind(spec).make(spec, cfg)
 
 # %% ../../nbs/judging/judges.ipynb #b04fd6df
 class JudgedConfig(Config):
-    "Settings some of which name annotators."
+    """Settings some of which name annotators.
+
+    Settings:
+      out : run folder (default: )
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
 
     def check_path(self, name: str, value: str):
         if value and self.inputs[name].role == 'judge' and ':' not in value:
@@ -544,7 +571,13 @@ def check_known_names(
     models: list[str],        # each a model, equals sign, its replacement
     weights: list[str] = (),  # each an annotator, equals sign, its weight
 ):
-    "ValueError for a model or annotator that no configuration names, or for a negative weight."
+    """ValueError for a model or annotator that no configuration names, or for a negative weight.
+
+    Parameters:
+      specs : the judges that settings name
+      models : each a model, equals sign, its replacement
+      weights : each an annotator, equals sign, its weight
+    """
     entries = {}
     for spec in specs:
         file = None if ':' in spec else judge_config_file(spec)
@@ -573,7 +606,14 @@ def ask_annotators(
     seed: int = 0,              # of the order in which a pair is shown, and of sampled answers
     both_orders: bool = False,  # ask in both orders and average, else in a random one
 ) -> list[list[Verdict]]:       # on the pairs as they are
-    "Ask each annotator about its pairs; those behind an endpoint are asked together."
+    """Ask each annotator about its pairs; those behind an endpoint are asked together.
+
+    Parameters:
+      pairs : those that each annotator sees
+      seed : of the order in which a pair is shown, and of sampled answers
+      both_orders : ask in both orders and average, else in a random one
+    Returns: on the pairs as they are
+    """
     work = []     # (annotator, its pairs as shown)
     orders = []   # which of these are exchanged
     for who, own in zip(annotators, pairs):

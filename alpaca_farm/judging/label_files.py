@@ -62,7 +62,11 @@ def name_voter(
     row: dict,
     where: str = '',   # file and row; where given, a name must be a text or a number
 ) -> str:
-    "Name who voted in a row; empty if no column does."
+    """Name who voted in a row; empty if no column does.
+
+    Parameters:
+      where : file and row; where given, a name must be a text or a number
+    """
     for field in ANNOTATOR_FIELDS:
         if row.get(field) in (None, ''): continue
         return _one_name(_read_name(row, field, where) if where else row[field])
@@ -305,7 +309,15 @@ def recorded_verdicts(
     sets: dict,      # labelled pairs by the name of the set
     pool: str = '',  # one name for all judges of the file if no two of them compared the same pair
 ) -> dict:  # {(set, judge): Verdicts}
-    "Read the judges of a file on the pairs that they compared; ValueError without any."
+    """Read the judges of a file on the pairs that they compared; ValueError without any.
+
+    Parameters:
+      file : verdicts of one or several judges
+      pattern : names of the judges to take, as `GPT-4*`; all when empty
+      sets : labelled pairs by the name of the set
+      pool : one name for all judges of the file if no two of them compared the same pair
+    Returns: {(set, judge): Verdicts}
+    """
     rows = [r for r in _read_verdicts(file) if fnmatch(r['judge'], pattern or '*')]
     if not rows:
         called = f' of a judge called {pattern}' if pattern else ''

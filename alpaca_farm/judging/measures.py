@@ -24,7 +24,13 @@ def flip_mask(
     p: float,           # probability of a flip
     seed: int = 0,      # of the coins
 ) -> np.ndarray:  # (pairs,) bool
-    "Draw the pairs whose labels are flipped; whether one is does not depend on the others."
+    """Draw the pairs whose labels are flipped; whether one is does not depend on the others.
+
+    Parameters:
+      p : probability of a flip
+      seed : of the coins
+    Returns: (pairs,) bool
+    """
     if not 0 <= p <= 1: raise ValueError(f'p = {p}: a flip rate is between 0 and 1')
     coins = [hash_uniform(seed, 'flip', *pair_identity(r)) for r in pairs]
     return np.array(coins) < p
@@ -35,7 +41,14 @@ def flip_labels(
     p: float,                 # probability of a flip; AlpacaFarm trains on 0.25
     seed: int = 0,            # of the coins
 ) -> tuple[list[dict], Interval]:  # the records, and the share of labels that were flipped
-    "Reverse some preferences, and measure the rate; ties stay as they are."
+    """Reverse some preferences, and measure the rate; ties stay as they are.
+
+    Parameters:
+      preferences : preference records, hard or soft; None where there is no verdict
+      p : probability of a flip; AlpacaFarm trains on 0.25
+      seed : of the coins
+    Returns: the records, and the share of labels that were flipped
+    """
     given = [1.5 if r['preference'] is None else r['preference'] for r in preferences]
     y = check_preferences(given)
     differ = np.array([r['output_1'] != r['output_2'] for r in preferences])
@@ -64,7 +77,16 @@ def sample_votes(
     seed: int = 0,      # of annotators, orders and coins
     weights=None,       # (annotators,) relative frequency of each; equal when not given
 ) -> np.ndarray:        # (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no verdict
-    "Draw votes of some annotators on each pair, each shown in a random order."
+    """Draw votes of some annotators on each pair, each shown in a random order.
+
+    Parameters:
+      chance : (annotators, 2, pairs) probability of output_2, from `both_orders`
+      pairs : the same pairs
+      votes : votes per pair; AlpacaFarm's cross-annotations have four
+      seed : of annotators, orders and coins
+      weights : (annotators,) relative frequency of each; equal when not given
+    Returns: (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no verdict
+    """
     if weights is None: weights = np.ones(len(chance))
     sampled = np.full((votes, len(pairs)), 1.5)
     for i, pair in enumerate(pairs):
@@ -94,7 +116,13 @@ def length_sign(
     pairs: list[dict],      # records with output_1, output_2
     by: int = 30,           # differences of at most this many characters do not count
 ) -> np.ndarray:  # (pairs,) difference in characters, 0 when small
-    "Measure by how much output_2 is longer."
+    """Measure by how much output_2 is longer.
+
+    Parameters:
+      pairs : records with output_1, output_2
+      by : differences of at most this many characters do not count
+    Returns: (pairs,) difference in characters, 0 when small
+    """
     d = np.array([len(r['output_2']) - len(r['output_1']) for r in pairs])
     return np.where(np.abs(d) > by, d, 0)
 
@@ -114,7 +142,13 @@ def cast_votes(
     pairs: list[dict],
     seed: int = 0,            # of the coins
 ) -> np.ndarray:  # (votes, 2, pairs) of 1, 1.5, 2 or nan
-    "Decide preferences as votes."
+    """Decide preferences as votes.
+
+    Parameters:
+      preferences : (annotators, 2, pairs) of a judge
+      seed : of the coins
+    Returns: (votes, 2, pairs) of 1, 1.5, 2 or nan
+    """
     p = np.asarray(preferences, dtype=float)
     given = p[~np.isnan(p)]
     if np.isin(given, (1, 1.5, 2)).all(): return p
@@ -247,7 +281,12 @@ def judge_measures(
     people,  # (people, pairs) from `people_votes`
     traits: PairTraits,
 ) -> dict:
-    "Compute every measure of a judge; nan for one that cannot be computed."
+    """Compute every measure of a judge; nan for one that cannot be computed.
+
+    Parameters:
+      votes : (votes, 2, pairs) from `cast_votes`
+      people : (people, pairs) from `people_votes`
+    """
     every = votes.reshape(-1, votes.shape[2])
     four = _four_votes(votes, traits.orders)
     counts = one_hot_votes(every).sum(0)
@@ -302,7 +341,15 @@ def bootstrap_measures(
     n: int = 400,        # bootstrap draws
     seed: int = 0,       # same seed, same draws
 ) -> dict:  # {name: Interval}
-    "Measure with 95 % intervals over instructions, nan for fewer than ten."
+    """Measure with 95 % intervals over instructions, nan for fewer than ten.
+
+    Parameters:
+      measure : f(indices of pairs) -> {name: value}
+      pairs : pairs of one instruction are resampled together
+      n : bootstrap draws
+      seed : same seed, same draws
+    Returns: {name: Interval}
+    """
     by_instruction = {}
     for i, p in enumerate(pairs):
         by_instruction.setdefault(full_instruction(p), []).append(i)

@@ -44,7 +44,11 @@ def draw_annotator(
     pair: dict,
     seed: int = 0,
 ) -> int:
-    "Draw the index of the annotator that sees a pair, by weight, from seed and pair alone."
+    """Draw the index of the annotator that sees a pair, by weight, from seed and pair alone.
+
+    Parameters:
+      pool : or a single annotator
+    """
     cut = pool_weights(pool).cumsum()
     u = hash_uniform(seed, 'annotator', *pair_identity(pair))
     return int(min(np.searchsorted(cut, u, side='right'), len(cut) - 1))
@@ -55,7 +59,12 @@ def annotator_order(
     weights,      # of the annotators; one that weighs 0 is not drawn
     seed: int = 0,
 ) -> np.ndarray:
-    "Draw the order of a pool's annotators for a pair: weighted, without replacement."
+    """Draw the order of a pool's annotators for a pair: weighted, without replacement.
+
+    Parameters:
+      pair : in either order
+      weights : of the annotators; one that weighs 0 is not drawn
+    """
     text = pair_identity(pair)
     keys = {a: hash_uniform(seed, 'who', a, *text)**(1/w) for a, w in enumerate(weights) if w}
     return np.array(sorted(keys, key=keys.get, reverse=True))
@@ -109,7 +118,13 @@ def report_missing(
     asked: int,     # in all
     what: str = 'questions',
 ):
-    "Print how many questions to a judge, and which share, have no verdict, if any."
+    """Print how many questions to a judge, and which share, have no verdict, if any.
+
+    Parameters:
+      judge : its name
+      missing : without a verdict
+      asked : in all
+    """
     if missing: print(f'{judge}: no verdict on {missing} of {asked} {what} ({missing/asked:.1%})')
 
 # %% ../../nbs/judging/pools.ipynb #90b54fc2
@@ -119,7 +134,13 @@ def decide_vote(
     seed: int = 0,         # of the coin
     decide: bool = True,   # whether a soft preference is decided
 ) -> float | None:
-    "Make a preference a vote by a coin that belongs to the pair; ties stay, and nan is None."
+    """Make a preference a vote by a coin that belongs to the pair; ties stay, and nan is None.
+
+    Parameters:
+      preference : from 1 to 2, or nan
+      seed : of the coin
+      decide : whether a soft preference is decided
+    """
     if math.isnan(preference): return None
     if preference in (1, 1.5, 2) or not decide: return float(preference)
     u = hash_uniform(seed, 'vote', *pair_identity(pair))
@@ -131,7 +152,12 @@ def both_orders(
     judge,              # an annotator or a pool
     pairs: list[dict],
 ) -> np.ndarray:        # (annotators, 2, pairs) as the pair is; [:, 1]: shown exchanged
-    "Ask every annotator of a judge about each pair in both orders, nan where a verdict is missing."
+    """Ask every annotator of a judge about each pair in both orders, nan where a verdict is missing.
+
+    Parameters:
+      judge : an annotator or a pool
+    Returns: (annotators, 2, pairs) as the pair is; [:, 1]: shown exchanged
+    """
     members = pool_members(judge)
     preferences = np.full((len(members), 2, len(pairs)), 1.5)
     at = [i for i, pair in enumerate(pairs) if pair['output_1'] != pair['output_2']]
@@ -159,7 +185,13 @@ def answer_preferences(
     references: list[dict],   # each prompt once; others than those of the outputs are allowed
     judge,   # an annotator or a pool
 ) -> list[np.ndarray]:   # of each record (answers,); nan where a verdict is missing
-    "Return each answer's preference over the references to its instruction, in both orders."
+    """Return each answer's preference over the references to its instruction, in both orders.
+
+    Parameters:
+      references : each prompt once; others than those of the outputs are allowed
+      judge : an annotator or a pool
+    Returns: of each record (answers,); nan where a verdict is missing
+    """
     rows = index_prompts(references, 'references')
     asked = {prompt_key(r): i for i, r in enumerate(outputs)}
     check_answered(asked, rows, 'outputs', 'reference')
@@ -177,7 +209,12 @@ def preferences_over(
     references: list[dict],
     judge,   # an annotator or a pool
 ) -> np.ndarray:   # (instructions,); 2: the model always wins; nan: no verdict
-    "Average each instruction's preferences over answers, references and both orders."
+    """Average each instruction's preferences over answers, references and both orders.
+
+    Parameters:
+      judge : an annotator or a pool
+    Returns: (instructions,); 2: the model always wins; nan: no verdict
+    """
     ordered = match_prompts(outputs, references)
     if same_answers(outputs, references): return np.full(len(references), 1.5)
     return np.array([p.mean() for p in answer_preferences(ordered, references, judge)])

@@ -32,7 +32,11 @@ def mean(values: list) -> float:
 def mean_figures(
     logged: list[dict],   # of several steps, with the same names
 ) -> dict[str, float]:
-    "Average each figure."
+    """Average each figure.
+
+    Parameters:
+      logged : of several steps, with the same names
+    """
     means = {}
     for name in logged[0]: means[name] = mean([r[name] for r in logged])
     return means
@@ -52,7 +56,12 @@ def sigmoid(z, limit: float = 500) -> np.ndarray:
 def win_rate(
     preferences,  # (N,) in [1, 2]
 ) -> dict:        # AlpacaEval's names
-    "Compute the win rate of the second outputs in percent, as AlpacaEval defines it."
+    """Compute the win rate of the second outputs in percent, as AlpacaEval defines it.
+
+    Parameters:
+      preferences : (N,) in [1, 2]
+    Returns: AlpacaEval's names
+    """
     p = check_preferences(preferences)
     return dict(win_rate=100*float(np.mean(p - 1)), standard_error=100*standard_error(p),
                 n_wins=int((p > 1.5).sum()), n_wins_base=int((p < 1.5).sum()),
@@ -80,7 +89,15 @@ def bootstrap_draws(
     seed=0,
     block: int = 2**22,  # numbers in memory at a time
 ) -> np.ndarray:         # (n, ...)
-    "Compute a statistic of `n` resamples of the rows."
+    """Compute a statistic of `n` resamples of the rows.
+
+    Parameters:
+      values : (N, ...), whose rows are resampled
+      statistic : f(sample, axis)
+      n : resamples
+      block : numbers in memory at a time
+    Returns: (n, ...)
+    """
     values = np.asarray(values, dtype=float)
     N = len(values)
     rng = np.random.default_rng(seed)
@@ -98,7 +115,14 @@ def bootstrap(
     n=1000,             # resamples
     seed=0,
 ) -> Interval:          # of floats, or of arrays if the statistic leaves further axes
-    "Estimate a statistic of the rows with its 95 % percentile interval."
+    """Estimate a statistic of the rows with its 95 % percentile interval.
+
+    Parameters:
+      values : (N, ...), whose rows are resampled
+      statistic : f(sample, axis)
+      n : resamples
+    Returns: of floats, or of arrays if the statistic leaves further axes
+    """
     draws = bootstrap_draws(values, statistic, n, seed)
     low, high = np.quantile(draws, [(1 - .95)/2, (1 + .95)/2], axis=0)
     value = statistic(np.asarray(values, dtype=float)[None], axis=1)[0]
@@ -111,7 +135,14 @@ def replicate_interval(
     n=1000,             # resamples of the instructions
     seed=0,
 ) -> Interval:          # over the instructions alone if there is a single replicate
-    "Average a statistic of R replicates, with its 95 % interval over replicates and instructions."
+    """Average a statistic of R replicates, with its 95 % interval over replicates and instructions.
+
+    Parameters:
+      values : (R, N, ...): replicates, instructions
+      statistic : f(sample, axis)
+      n : resamples of the instructions
+    Returns: over the instructions alone if there is a single replicate
+    """
     from scipy.special import stdtrit
     rows = np.moveaxis(np.asarray(values, dtype=float), 0, 1)   # instructions first
     R = rows.shape[1]
@@ -128,7 +159,12 @@ def replicate_interval(
 def holm(
     p,  # (M,) p-values
 ) -> np.ndarray:  # (M,), to be compared with the level of a single test
-    "Adjust p-values for the number of hypotheses that are tested (Holm, 1979)."
+    """Adjust p-values for the number of hypotheses that are tested (Holm, 1979).
+
+    Parameters:
+      p : (M,) p-values
+    Returns: (M,), to be compared with the level of a single test
+    """
     p = np.asarray(p, dtype=float)
     order = np.argsort(p)
     adjusted = np.empty(len(p))
@@ -159,7 +195,12 @@ class Comparison(NamedTuple):
 def compare_all(
     differences: dict,  # by name: paired, (replicates,) or (replicates, instructions)
 ) -> dict[object, Comparison]:  # by the same names
-    "Compare each mean difference with 0, alone and among all (Holm, 1979)."
+    """Compare each mean difference with 0, alone and among all (Holm, 1979).
+
+    Parameters:
+      differences : by name: paired, (replicates,) or (replicates, instructions)
+    Returns: by the same names
+    """
     from scipy.special import stdtr, stdtrit
     intervals = []
     p = []
@@ -197,7 +238,12 @@ def win_rate_interval(
     n=1000,       # resamples
     seed=0,
 ) -> Interval:
-    "Estimate the win rate of the second outputs in percent, also near 0 and 100 %."
+    """Estimate the win rate of the second outputs in percent, also near 0 and 100 %.
+
+    Parameters:
+      preferences : (N,) in [1, 2]
+      n : resamples
+    """
     won = np.asarray(preferences, dtype=float) - 1
     rate = won.mean()
     if min(rate, 1 - rate)*len(won) >= 10: return bootstrap(100*won, n=n, seed=seed)
@@ -227,7 +273,14 @@ def spearman_interval(
     n=1000,  # resamples
     seed=0,
 ) -> Interval:  # the mean over R replicates where there are several
-    "Correlate the ranks of the methods' means under two judges."
+    """Correlate the ranks of the methods' means under two judges.
+
+    Parameters:
+      first : (N, M) or (R, N, M): one judge's values of M methods on N instructions
+      second : another judge's, of the same shape
+      n : resamples
+    Returns: the mean over R replicates where there are several
+    """
     both = np.stack([first, second], axis=-2)   # (..., N, 2, M)
     def of_means(sample, axis): return spearman(*np.moveaxis(sample.mean(axis), -2, 0))
     interval = replicate_interval(both.reshape(-1, *both.shape[-3:]), of_means, n, seed)
@@ -237,7 +290,12 @@ def spearman_interval(
 def one_hot_votes(
     votes,  # (annotators, items) of 1, 1.5 or 2, nan where there is none
 ) -> np.ndarray:  # (annotators, 3, items)
-    "Turn votes into one-hot columns for first, tie, second; ValueError for another value."
+    """Turn votes into one-hot columns for first, tie, second; ValueError for another value.
+
+    Parameters:
+      votes : (annotators, items) of 1, 1.5 or 2, nan where there is none
+    Returns: (annotators, 3, items)
+    """
     votes = np.asarray(votes, dtype=float)
     hot = votes[:, None] == np.array([[1.], [1.5], [2.]])
     wrong = np.argwhere(~hot.any(1) & ~np.isnan(votes))
@@ -250,7 +308,12 @@ def one_hot_votes(
 def vote_mode(
     counts,  # (..., 3, items) of votes for first, tie, second
 ) -> np.ndarray:  # the same; zero for items without votes
-    "Compute the probability that each vote is the mode, ties broken at random."
+    """Compute the probability that each vote is the mode, ties broken at random.
+
+    Parameters:
+      counts : (..., 3, items) of votes for first, tie, second
+    Returns: the same; zero for items without votes
+    """
     top = (counts == counts.max(-2, keepdims=True)) & (counts > 0)
     return top/np.maximum(top.sum(-2, keepdims=True), 1)
 
@@ -259,7 +322,12 @@ def agreement(
     votes,        # (annotators, items)
     people=None,  # (people, items); None: those who cast the votes (AlpacaFarm's agreement)
 ) -> float:
-    "Compute the accuracy of single votes against the mode of all people but one."
+    """Compute the accuracy of single votes against the mode of all people but one.
+
+    Parameters:
+      votes : (annotators, items)
+      people : (people, items); None: those who cast the votes (AlpacaFarm's agreement)
+    """
     own = one_hot_votes(votes)
     others = own if people is None else one_hot_votes(people)
     modes = vote_mode(others.sum(0) - others)      # (people, 3, items), one left out
@@ -279,7 +347,13 @@ def bias(
     votes,   # (repetitions, items) of an annotator
     people,  # (people, items)
 ) -> float:  # an overestimate if either has few votes
-    "Compute the error of the mode of an annotator's votes against that of the people's."
+    """Compute the error of the mode of an annotator's votes against that of the people's.
+
+    Parameters:
+      votes : (repetitions, items) of an annotator
+      people : (people, items)
+    Returns: an overestimate if either has few votes
+    """
     own = vote_mode(one_hot_votes(votes).sum(0))
     theirs = vote_mode(one_hot_votes(people).sum(0))
     both = (own.sum(0) > 0) & (theirs.sum(0) > 0)
@@ -291,7 +365,13 @@ def two_votes_agree(
     one: np.ndarray,    # (pairs, annotators) preferences in [1, 2]
     other: np.ndarray,  # (pairs, others)
 ) -> np.ndarray:        # (annotators, others)
-    "Compute how often the votes of two annotators on the same pair are the same."
+    """Compute how often the votes of two annotators on the same pair are the same.
+
+    Parameters:
+      one : (pairs, annotators) preferences in [1, 2]
+      other : (pairs, others)
+    Returns: (annotators, others)
+    """
     p = one - 1
     q = other - 1
     return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
@@ -301,7 +381,13 @@ def best_of_n_weights(
     scores,  # (..., N) of the proxy on a prompt's samples
     n: int,  # drawn without replacement
 ) -> np.ndarray:  # (..., N), in the samples' order
-    "Compute the probability that each sample is the best of `n`, equal scores sharing it."
+    """Compute the probability that each sample is the best of `n`, equal scores sharing it.
+
+    Parameters:
+      scores : (..., N) of the proxy on a prompt's samples
+      n : drawn without replacement
+    Returns: (..., N), in the samples' order
+    """
     from scipy.stats import rankdata
     scores = np.asarray(scores, dtype=float)
     wrong = np.argwhere(np.isnan(scores))
@@ -322,7 +408,14 @@ def best_of_n_value(
     values,  # (..., N): a utility, win rate, length, or the scores themselves
     n: int,  # samples chosen from
 ) -> np.ndarray:  # (...)
-    "Compute the expected value of the best of `n` samples of each prompt."
+    """Compute the expected value of the best of `n` samples of each prompt.
+
+    Parameters:
+      scores : (..., N) of the proxy that chooses
+      values : (..., N): a utility, win rate, length, or the scores themselves
+      n : samples chosen from
+    Returns: (...)
+    """
     return (best_of_n_weights(scores, n)*np.asarray(values, dtype=float)).sum(-1)
 
 # %% ../../nbs/judging/stats.ipynb #2f7d5210
@@ -336,7 +429,12 @@ def kl_best_of_n_estimate(
     logprob,  # (...) of whole chosen answers
     n: int,
 ) -> np.ndarray:  # (...) in nats, to be averaged over the answers
-    "Estimate the divergence where samples repeat (Beirami et al., 2024, section 4)."
+    """Estimate the divergence where samples repeat (Beirami et al., 2024, section 4).
+
+    Parameters:
+      logprob : (...) of whole chosen answers
+    Returns: (...) in nats, to be averaged over the answers
+    """
     epsilon = np.exp(np.minimum(np.asarray(logprob, dtype=float), -1e-12))
     log_missed = n*np.log1p(-epsilon)   # no sample is this answer
     drawn = -np.expm1(log_missed)
@@ -351,7 +449,14 @@ def tilted_weights(
     target: float,  # the mean reward under the weights
     least: float = 10.,  # effective samples that the median instruction must keep
 ) -> np.ndarray:  # (instructions, N), with a sum of 1 for each instruction
-    "Weigh samples by exp(reward / beta), for the beta that reaches a mean; ValueError if none can."
+    """Weigh samples by exp(reward / beta), for the beta that reaches a mean; ValueError if none can.
+
+    Parameters:
+      rewards : (instructions, N) of samples of the policy before training
+      target : the mean reward under the weights
+      least : effective samples that the median instruction must keep
+    Returns: (instructions, N), with a sum of 1 for each instruction
+    """
     from scipy.optimize import brentq
     from scipy.special import softmax
     rewards = np.asarray(rewards, float)

@@ -114,7 +114,17 @@ def beam_search(
     max_new_tokens: int = 300,      # longer answers are cut off here
     batch_size: int = 0,            # rows of a forward pass; 0: as many as fit into memory
 ) -> list[list[Sample]]:
-    "Search for the likeliest answers to each prompt, best first; fewer if there are no more."
+    """Search for the likeliest answers to each prompt, best first; fewer if there are no more.
+
+    Parameters:
+      policy : its tokenizer is read for end tokens, where it has one
+      prompts : token ids
+      beams : answers for each prompt
+      groups : the beams are split into; diverse beam search with 2 or more
+      diversity_penalty : nats that a token costs for each earlier group's beam with it
+      max_new_tokens : longer answers are cut off here
+      batch_size : rows of a forward pass; 0: as many as fit into memory
+    """
     if beams % groups:
         raise ValueError(f'beams = {beams} cannot be split into groups = {groups}')
     check_sampling(policy, prompts, max_new_tokens)

@@ -18,7 +18,14 @@ def add_tokens(
     seed: int = 0,        # of the embeddings' noise
     jitter: float = 1.,   # of the noise, in standard deviations of each dimension
 ) -> list[int]:
-    "Add tokens where they are not there, for prompts only, at the mean of the others; their ids."
+    """Add tokens where they are not there, for prompts only, at the mean of the others; their ids.
+
+    Parameters:
+      policy : changed in place, and its tokenizer
+      names : such as '<good>'
+      seed : of the embeddings' noise
+      jitter : of the noise, in standard deviations of each dimension
+    """
     model = policy.model
     tokenizer = policy.tokenizer
     old = len(tokenizer)
@@ -47,7 +54,14 @@ def prepend_tokens(
     tokenizer,                 # whose BOS stays in front
     times: int = 1,            # that the token is repeated
 ) -> list[list[int]]:
-    "Begin prompts with a control token."
+    """Begin prompts with a control token.
+
+    Parameters:
+      prompts : token ids
+      tokens : a control token for all of them, or one for each
+      tokenizer : whose BOS stays in front
+      times : that the token is repeated
+    """
     if isinstance(tokens, int): tokens = [tokens] * len(prompts)
     longer = []
     for prompt, token in zip(prompts, tokens, strict=True):
@@ -61,7 +75,13 @@ def set_control_prefix(
     name: str,       # the token
     times: int = 1,  # that it is repeated
 ):
-    "Make every prompt of a tokenizer begin with a control token."
+    """Make every prompt of a tokenizer begin with a control token.
+
+    Parameters:
+      tokenizer : changed in place; what is saved of it keeps the prefix
+      name : the token
+      times : that it is repeated
+    """
     prefix = name * times
     tokenizer.init_kwargs['control'] = prefix
     if not tokenizer.chat_template: return

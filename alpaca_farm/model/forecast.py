@@ -36,13 +36,26 @@ def forecast_run(
     speed: float,     # operations a second
     models: int = 1,  # as large as this one that are held
 ) -> Forecast:
-    "Forecast the time and memory of a run."
+    """Forecast the time and memory of a run.
+
+    Parameters:
+      weights : of the model
+      trained : of them; with adapters about none
+      tokens : of a step
+      passes : forward passes over each token; a backward pass counts as two
+      size : bytes of a weight
+      speed : operations a second
+      models : as large as this one that are held
+    """
     seconds = 2*weights*tokens*steps*passes/speed
     return Forecast(seconds, size*(models*weights + 3*trained) + _HELD)
 
 # %% ../../nbs/model/forecast.ipynb #7dadcd48
 def machine_speed(cfg: Config) -> float:  # operations a second
-    "Measure the speed that models reach by a matrix product."
+    """Measure the speed that models reach by a matrix product.
+
+    Returns: operations a second
+    """
     device = device_of(cfg)
     cpu = device.type == 'cpu'
     size = 1024 if cpu else 16384
@@ -74,7 +87,12 @@ def text_passes(
     settings: dict,  # of the run, as far as they are known
     counts: dict,    # records by split
 ) -> float:
-    "Count the texts of a run, each as often as it passes through the model."
+    """Count the texts of a run, each as often as it passes through the model.
+
+    Parameters:
+      settings : of the run, as far as they are known
+      counts : records by split
+    """
     own = _RUNS[notebook] | settings
     records = counts.get(own.get('split'), 0)
     if own.get('max_instances'): records = min(records, own['max_instances'])
@@ -107,7 +125,16 @@ def forecast_jobs(
     speed: float,    # operations a second
     tokens: float = 0.,  # of a text; 0: by the limits
 ) -> Forecast:
-    "Forecast runs one after another; those of notebooks without a model take nothing."
+    """Forecast runs one after another; those of notebooks without a model take nothing.
+
+    Parameters:
+      jobs : of `run.jobs`, or whatever has notebook and settings
+      counts : records by split
+      weights : of the model
+      size : bytes of a weight that is only read
+      speed : operations a second
+      tokens : of a text; 0: by the limits
+    """
     found = [Forecast(0., 0.)]
     for job in jobs:
         if job.notebook not in _RUNS: continue
@@ -127,7 +154,11 @@ def print_time(
     jobs: list, counts: dict, weights: float,  # as of `forecast_jobs`
     tokens: float = 0.,
 ):
-    "Print how long the runs of a large model take, and their memory."
+    """Print how long the runs of a large model take, and their memory.
+
+    Parameters:
+      weights : as of `forecast_jobs`
+    """
     size = dtype_of(cfg).itemsize
     found = forecast_jobs(jobs, counts, weights, size, machine_speed(cfg), tokens)
     if not found.seconds: return   # no notebook of the table

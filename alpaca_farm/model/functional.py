@@ -31,7 +31,14 @@ def token_logprobs(
     tokens,                   # (...)
     temperature: float = 1.,  # at which they were sampled
 ) -> torch.Tensor:  # (...) float32 or float64, differentiable
-    "Compute the log-probs of tokens."
+    """Compute the log-probs of tokens.
+
+    Parameters:
+      logits : (..., V)
+      tokens : (...)
+      temperature : at which they were sampled
+    Returns: (...) float32 or float64, differentiable
+    """
     logp = _scale_logits(logits, temperature).log_softmax(-1)
     return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
@@ -43,7 +50,16 @@ def head_logits(
     scale: float = 1.,     # factor of all logits
     cap: float = 0.,       # they stay below it, softly; 0: no cap
 ) -> torch.Tensor:  # (..., V)
-    "Compute a language model's logits from its last states."
+    """Compute a language model's logits from its last states.
+
+    Parameters:
+      hidden : (..., D)
+      weight : (V, D)
+      bias : (V,)
+      scale : factor of all logits
+      cap : they stay below it, softly; 0: no cap
+    Returns: (..., V)
+    """
     logits = F.linear(hidden, weight, bias)
     if scale != 1: logits.mul_(scale)
     return logits.div_(cap).tanh_()*cap if cap else logits
@@ -57,7 +73,16 @@ def selected_logprobs(
     chunk: int = 0,           # rows whose logits are in memory; 0: as many as take 128 MB
     **head,                   # bias (V,), scale and cap, as in `head_logits`
 ) -> torch.Tensor:  # (N,), differentiable in hidden, weight and bias
-    "Compute log-probs of tokens without all N x V logits in memory."
+    """Compute log-probs of tokens without all N x V logits in memory.
+
+    Parameters:
+      hidden : (N, D) last states of the positions that predict the tokens
+      weight : (V, D) of the head
+      tokens : (N,)
+      temperature : at which they were sampled
+      chunk : rows whose logits are in memory; 0: as many as take 128 MB
+    Returns: (N,), differentiable in hidden, weight and bias
+    """
     if hidden.ndim != 2 or weight.ndim != 2 or tokens.shape != hidden.shape[:1]:
         shapes = ', '.join(str(tuple(x.shape)) for x in (hidden, weight, tokens))
         raise ValueError(f'selected_logprobs needs hidden (N, D), weight (V, D), tokens (N,), not '
@@ -80,7 +105,12 @@ def masked_mean(
     mask,                # not 0 where a value counts; broadcasts
     dim=None,            # None: over all dimensions
 ) -> torch.Tensor:
-    "Compute the mean of the values that count; of nothing it is 0."
+    """Compute the mean of the values that count; of nothing it is 0.
+
+    Parameters:
+      mask : not 0 where a value counts; broadcasts
+      dim : None: over all dimensions
+    """
     count = mask.bool().expand(x.shape).sum(dim)
     return torch.where(mask.bool(), x, 0).sum(dim)/count.clamp(min=1)
 
@@ -102,7 +132,13 @@ def masked_whiten(
     shift_mean: bool = True,  # to 0; not of rewards, whose sign matters
     eps: float = 1e-8,        # added to the variance
 ) -> torch.Tensor:
-    "Scale to variance 1; the distance from the mean is 0 where there is no spread."
+    """Scale to variance 1; the distance from the mean is 0 where there is no spread.
+
+    Parameters:
+      mask : not 0 where a value counts; elsewhere the result is 0
+      shift_mean : to 0; not of rewards, whose sign matters
+      eps : added to the variance
+    """
     mean = masked_mean(x, mask)
     white = (x - mean)*(masked_var(x, mask) + eps).rsqrt()
     white = white*has_spread(torch.where(mask.bool(), x, mean))
@@ -124,7 +160,13 @@ def kl_estimate(
     ref_logp,                # under the reference
     kind: str = 'k1',        # a name of `KL_KINDS`
 ) -> torch.Tensor:
-    "Estimate the divergence from the reference by each token (Schulman, 2020)."
+    """Estimate the divergence from the reference by each token (Schulman, 2020).
+
+    Parameters:
+      logp : of sampled tokens under the policy, of any shape
+      ref_logp : under the reference
+      kind : a name of `KL_KINDS`
+    """
     if kind not in KL_KINDS: raise ValueError(f'kl kind {kind!r} is none of {", ".join(KL_KINDS)}')
     return KL_KINDS[kind](logp - ref_logp)
 
@@ -137,7 +179,16 @@ def gae(
     gamma: float = 1.,      # discount
     lam: float = 1.,        # 0: errors of one step; 1: of the whole return
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) each, 0 outside of the mask
-    "Compute advantages and returns (Schulman et al., 2016)."
+    """Compute advantages and returns (Schulman et al., 2016).
+
+    Parameters:
+      rewards : (B, T) of tokens
+      values : (B, T) returns that were expected *before* each token
+      mask : (B, T) with at most one contiguous stretch in a row
+      gamma : discount
+      lam : 0: errors of one step; 1: of the whole return
+    Returns: (B, T) each, 0 outside of the mask
+    """
     mask = mask.bool()
     rewards, values = (torch.where(mask, widen(x), 0) for x in (rewards, values))
     delta = rewards + gamma*F.pad(values[:, 1:], (0, 1)) - values
@@ -155,7 +206,15 @@ def try_function(
     *more,             # its further arguments
     **settings,        # and those by name
 ) -> torch.Tensor:  # of the shape of x
-    "Call a function of one's own; ValueError unless it gives a finite number for each value."
+    """Call a function of one's own; ValueError unless it gives a finite number for each value.
+
+    Parameters:
+      setting : and its value, for the message
+      f : of a tensor and maybe more
+      x : values to try it on, of any shape
+      more : its further arguments
+    Returns: of the shape of x
+    """
     try: found = f(x, *more, **settings)
     except Exception as e:
         raise ValueError(f'{setting}: it fails with {type(e).__name__}: {e}') from e

@@ -157,7 +157,13 @@ def read(self: DecodingState,
     rows: list[int],           # the prompt of each row
     longest: int,              # tokens of a prompt and its answer
 ):
-    "Read the prompts, each once, and repeat them by `rows`."
+    """Read the prompts, each once, and repeat them by `rows`.
+
+    Parameters:
+      prompts : all are read
+      rows : the prompt of each row
+      longest : tokens of a prompt and its answer
+    """
     device = self.model.device
     ids = pad(prompts, 0, 'left').to(device)
     mask = pad([[1]*len(p) for p in prompts], 0, 'left').to(device)
@@ -267,7 +273,14 @@ def start_decoding(
     longest: int,         # tokens of a prompt and its answer
     fixed: bool = False,  # keep tensors in their places, where the model's mask allows it
 ) -> DecodingState:
-    "Read prompts, each once, for rows that are then fed token by token."
+    """Read prompts, each once, for rows that are then fed token by token.
+
+    Parameters:
+      prompts : all are read
+      rows : the prompt of each row
+      longest : tokens of a prompt and its answer
+      fixed : keep tensors in their places, where the model's mask allows it
+    """
     state = DecodingState(policy)
     state.read(prompts, rows, longest)
     state.grow(longest)
@@ -361,7 +374,11 @@ def check_sampling(
     prompts: list[list[int]],
     max_new_tokens: int,  # of the answer, which the model has to read as well
 ):
-    "Raise ValueError for a prompt that the model cannot read."
+    """Raise ValueError for a prompt that the model cannot read.
+
+    Parameters:
+      max_new_tokens : of the answer, which the model has to read as well
+    """
     model = policy.model
     if 'past_key_values' not in signature(model.forward).parameters:
         raise ValueError(f'{type(model).__name__} takes no past_key_values: it can be trained '
@@ -408,7 +425,18 @@ def generate(
     seed: int = 0,
     batch_size: int = 0,        # sequences beside each other; 0: by memory
 ) -> list[list[Sample]]:  # n of each prompt
-    "Sample answers to prompts; ValueError for a prompt that the model cannot read."
+    """Sample answers to prompts; ValueError for a prompt that the model cannot read.
+
+    Parameters:
+      policy : its tokenizer is read for end tokens, where it has one
+      prompts : token ids
+      n : samples of each prompt
+      temperature : 0 is greedy
+      top_p : sample from the likeliest tokens of this probability; 1: from all
+      top_k : and from this many; 0: from all
+      batch_size : sequences beside each other; 0: by memory
+    Returns: n of each prompt
+    """
     longest = max(map(len, prompts), default=0) + max_new_tokens
     rows, tokens = pass_limits(policy, batch_size, cached=True)
     batch_size = max(1, int(min(rows, tokens // max(1, longest))))

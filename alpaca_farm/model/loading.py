@@ -147,7 +147,11 @@ def place_model(
     tokenizer,
     cfg: Config,
 ) -> Policy:
-    "Put a model on its device, without dropout; one thread for a small one on the CPU."
+    """Put a model on its device, without dropout; one thread for a small one on the CPU.
+
+    Parameters:
+      model : of transformers
+    """
     device = device_of(cfg)
     small = sum(p.numel() for p in model.parameters()) < 50e6
     if device.type == 'cpu' and small: torch.set_num_threads(1)
@@ -176,7 +180,13 @@ def load_tokenizer(
     arguments: dict = {},  # of its chat template
 ):
     """Load a tokenizer, with a padding token; ValueError if its template takes other arguments, or
-    an answer's end is not among the model's tokens."""
+    an answer's end is not among the model's tokens.
+
+    Parameters:
+      spec : as for `model_path`
+      model : which must know its tokens
+      arguments : of its chat template
+    """
     from jinja2 import TemplateSyntaxError
     from transformers import AutoTokenizer
     tokenizer = _from_files(AutoTokenizer, spec, 'tokenizer')
@@ -218,7 +228,11 @@ def loading_options(
     cfg: Config,
     train: bool,  # whether it is trained, or compared with one that is
 ) -> dict:
-    "Choose a model's kernel and precision; ImportError for 4 bits without bitsandbytes."
+    """Choose a model's kernel and precision; ImportError for 4 bits without bitsandbytes.
+
+    Parameters:
+      train : whether it is trained, or compared with one that is
+    """
     from transformers import BitsAndBytesConfig
     master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
     dtype = torch.float32 if master else dtype_of(cfg)
@@ -336,7 +350,13 @@ def load_model(
     fresh: tuple[str, ...] = (),  # weights that may be missing
     **options,  # of `loading_options`
 ):
-    "Load a model; ValueError if that fails, or weights are missing."
+    """Load a model; ValueError if that fails, or weights are missing.
+
+    Parameters:
+      kind : a class of transformers
+      spec : as for `model_path`; an adapter is added to the weights
+      fresh : weights that may be missing
+    """
     named = spec
     folder = _model_folder(spec)
     adapters = []   # each stands on the next

@@ -101,7 +101,14 @@ def load_policy(
     train: bool = False,   # in the precision of training, with an adapter if one is asked for
     frozen: bool = False,  # with `train`: as it is compared with one that is trained
 ) -> Policy:
-    "Load a causal language model and its tokenizer."
+    """Load a causal language model and its tokenizer.
+
+    Parameters:
+      spec : run folder, model folder, GGUF file or name on the hub
+      cfg : its device and precision, and the adapter if it has one
+      train : in the precision of training, with an adapter if one is asked for
+      frozen : with `train`: as it is compared with one that is trained
+    """
     from transformers import AutoModelForCausalLM
     model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train))
     tokenizer = load_tokenizer(spec, model, getattr(cfg, 'template_arguments', {}))
@@ -130,7 +137,13 @@ def load_scalar(
     head: str = 'keep',   # the saved head; 'zero' or 'normal': a fresh one
     train: bool = False,  # ValueError for an encoder
 ) -> Policy:
-    "Load a model with a scalar head and its tokenizer."
+    """Load a model with a scalar head and its tokenizer.
+
+    Parameters:
+      spec : a policy or a scalar model, as for `load_policy`
+      head : the saved head; 'zero' or 'normal': a fresh one
+      train : ValueError for an encoder
+    """
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
     options = loading_options(spec, cfg, train)
@@ -169,7 +182,13 @@ def scalar_on(
     spec: str,  # the reward model whose adapter it is; empty: a fresh one, with a head of zeros
     cfg: Config,
 ) -> Policy | None:  # None if the policy has no adapter, or the reward model other weights
-    "Make a scalar model on the frozen weights of a policy, with an adapter of its own."
+    """Make a scalar model on the frozen weights of a policy, with an adapter of its own.
+
+    Parameters:
+      name : of the new adapter
+      spec : the reward model whose adapter it is; empty: a fresh one, with a head of zeros
+    Returns: None if the policy has no adapter, or the reward model other weights
+    """
     base = folder = policy.base
     if policy.adapter is None: return
     if spec:
@@ -205,7 +224,15 @@ def hidden_states(
     response: torch.Tensor | None = None,  # (B, T), 1 at answers, whose prompts are shared
     read: torch.Tensor | None = None,      # (B, T), 1 at the states that are used; None: all
 ) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding
-    "Compute the last layer's states, before the head."
+    """Compute the last layer's states, before the head.
+
+    Parameters:
+      ids : (B, T)
+      mask : (B, T), 1 at real tokens
+      response : (B, T), 1 at answers, whose prompts are shared
+      read : (B, T), 1 at the states that are used; None: all
+    Returns: (B, T, hidden), arbitrary at padding
+    """
     packed = None
     if reads_packed(policy): packed = pack(ids, mask, response, attention_window(policy))
     parts = [] if read is None else position_wise(policy)
@@ -257,7 +284,14 @@ def logprobs(
     temperature: float = 1.0,   # divides the logits, as when sampling
     states: torch.Tensor | None = None,  # (B, T, hidden) of `answer_states`, if known already
 ) -> torch.Tensor:  # (B, T), zero outside of the response
-    "Compute log p of each response token given the tokens before it, in nats."
+    """Compute log p of each response token given the tokens before it, in nats.
+
+    Parameters:
+      batch : ids, mask, response: (B, T) each
+      temperature : divides the logits, as when sampling
+      states : (B, T, hidden) of `answer_states`, if known already
+    Returns: (B, T), zero outside of the response
+    """
     if states is None: states = answer_states(policy, batch)
     chosen = batch['response'][:, 1:].bool()
     tokens = batch['ids'][:, 1:]
@@ -273,7 +307,12 @@ def sequence_logprobs(
     batch: dict,  # ids, mask, response: (..., T) each
     temperature: float = 1.0,
 ) -> torch.Tensor:  # (...), differentiable
-    "Compute log p of each whole response, in one forward pass."
+    """Compute log p of each whole response, in one forward pass.
+
+    Parameters:
+      batch : ids, mask, response: (..., T) each
+    Returns: (...), differentiable
+    """
     shape = batch['ids'].shape
     flat = {k: batch[k].flatten(0, -2) for k in ('ids', 'mask', 'response')}
     logp = logprobs(policy, flat, temperature)
@@ -307,7 +346,14 @@ def response_logprobs(
     temperature: float = 1.0,
     size: int = 0,               # responses in a forward pass; 0: by memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
-    "Compute log p of each whole response given its prompt, without gradients."
+    """Compute log p of each whole response given its prompt, without gradients.
+
+    Parameters:
+      prompts : N
+      responses : N
+      size : responses in a forward pass; 0: by memory
+    Returns: (N,) float32 on the CPU, in nats
+    """
     def compute(prompts, responses):
         batch = collate(prompts, responses, 0)
         batch = {k: v.to(policy.device) for k, v in batch.items()}
@@ -342,7 +388,14 @@ def next_log_odds(
     tokens: list[tuple[int, int]],  # N pairs
     size: int = 0,                 # prompts in a forward pass; 0: by memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
-    "Compute the log-odds of the second of two tokens as the next behind each prompt."
+    """Compute the log-odds of the second of two tokens as the next behind each prompt.
+
+    Parameters:
+      prompts : N
+      tokens : N pairs
+      size : prompts in a forward pass; 0: by memory
+    Returns: (N,) float32 on the CPU, in nats
+    """
     def compute(prompts, pairs): return _log_odds(policy, _last_states(policy, prompts), pairs)
     return _in_batches(policy, 'labels', compute, prompts, tokens, size)
 
@@ -365,7 +418,14 @@ def sequence_scores(
     mask: torch.Tensor,  # (B, T)
     response: torch.Tensor | None = None,  # (B, T), read if the model's config asks for it
 ) -> torch.Tensor:  # (B,)
-    "Score each row by the scalar head, and by the likelihood of its response."
+    """Score each row by the scalar head, and by the likelihood of its response.
+
+    Parameters:
+      ids : (B, T)
+      mask : (B, T)
+      response : (B, T), read if the model's config asks for it
+    Returns: (B,)
+    """
     weight = getattr(policy.config, 'likelihood', 0.)
     mean = getattr(policy.config, 'pooling', 'last') == 'mean'
 
@@ -391,7 +451,13 @@ def values(
     batch: dict,  # ids, mask, response: (B, T) each
     states: torch.Tensor | None = None,  # (B, T, hidden) of `answer_states`, if known already
 ) -> torch.Tensor:  # (B, T), zero outside of the response
-    "Compute V of the state in which each response token is chosen, in units of `mean` and `std`."
+    """Compute V of the state in which each response token is chosen, in units of `mean` and `std`.
+
+    Parameters:
+      batch : ids, mask, response: (B, T) each
+      states : (B, T, hidden) of `answer_states`, if known already
+    Returns: (B, T), zero outside of the response
+    """
     if states is None: states = answer_states(policy, batch)
     scores = (_head_values(policy, states) - policy.mean) / policy.std
     return F.pad(scores[:, :-1], (1, 0)) * batch['response']   # of the state before a token
@@ -480,7 +546,13 @@ def save_model(
     name: str = 'model',  # of its folder
     whole: bool = True,   # of a model with an adapter: write the whole model as well
 ):
-    "Write a model, its tokenizer and its card, completely or not at all."
+    """Write a model, its tokenizer and its card, completely or not at all.
+
+    Parameters:
+      run : the run whose folder it is written into
+      name : of its folder
+      whole : of a model with an adapter: write the whole model as well
+    """
     if policy.adapter is not None:
         own = 'adapter' if name == 'model' else name
         _write_model(policy, run, own)

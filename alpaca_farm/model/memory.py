@@ -38,7 +38,13 @@ def pass_limits(
     rows: int = 0,         # as many, whatever their length; 0: `forward_batch`, or by memory
     cached: bool = False,  # keys and values are kept
 ) -> tuple[int, float]:  # rows, tokens
-    "Bound what a forward pass without gradients reads."
+    """Bound what a forward pass without gradients reads.
+
+    Parameters:
+      rows : as many, whatever their length; 0: `forward_batch`, or by memory
+      cached : keys and values are kept
+    Returns: rows, tokens
+    """
     rows = rows or policy.forward_batch
     if rows: return rows, math.inf
     model = policy.model

@@ -119,7 +119,13 @@ def add_adapter(
     config,     # of `lora_config`
     seed: int = 0,  # by which A is drawn
 ) -> Policy:  # with the adapter, on the same weights
-    "Add an adapter to a model, which is frozen; adapters that it has stay as they are."
+    """Add an adapter to a model, which is frozen; adapters that it has stay as they are.
+
+    Parameters:
+      config : of `lora_config`
+      seed : by which A is drawn
+    Returns: with the adapter, on the same weights
+    """
     from peft import inject_adapter_in_model
     model = policy.model
     trunk = model.base_model
@@ -271,7 +277,13 @@ def load_adapter(
     folder,           # of an adapter
     fresh: tuple[str, ...] = (),  # ends of the names of weights that stay
 ):
-    "Replace a policy's own weights by those in a folder; ValueError if they do not fit."
+    """Replace a policy's own weights by those in a folder; ValueError if they do not fit.
+
+    Parameters:
+      policy : with an adapter
+      folder : of an adapter
+      fresh : ends of the names of weights that stay
+    """
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
         saved = {name: f.get_tensor(name) for name in f.keys()}
     if policy.score is None and 'base_model.model.score.weight' in saved:
@@ -320,7 +332,14 @@ def add_saved(
     folder,     # where it was saved
     fresh: tuple[str, ...] = (),  # ends of the names of weights that are not taken from it
 ) -> Policy:  # with the adapter, on the same weights
-    "Add a saved adapter to a model, with its head and its new tokens."
+    """Add a saved adapter to a model, with its head and its new tokens.
+
+    Parameters:
+      name : of the adapter in the model
+      folder : where it was saved
+      fresh : ends of the names of weights that are not taken from it
+    Returns: with the adapter, on the same weights
+    """
     from peft import LoraConfig
     plain = LoraConfig().to_dict()
     for key, value in read_json(at_root(folder)/'adapter_config.json').items():

@@ -35,7 +35,12 @@ def label_tokens(
     labels,                     # texts that may stand behind it
     tokenizer,
 ) -> tuple[list[int], list[list[int]]]:
-    "Split the tokens of a prompt with each label behind it: those shared, those of each label."
+    """Split the tokens of a prompt with each label behind it: those shared, those of each label.
+
+    Parameters:
+      prompt : a text, or messages
+      labels : texts that may stand behind it
+    """
     if isinstance(prompt, str):
         rows = [prompt_tokens(prompt + label, tokenizer) for label in labels]
     else:
@@ -78,7 +83,13 @@ class LocalWriter:
         keys: list[tuple],      # of each prompt; the first one decides the random numbers
         stop: list[str] = (),   # for endpoints; here a text goes on behind them
     ) -> list[Written]:
-        "Sample a text for each prompt; none for a prompt that is too long."
+        """Sample a text for each prompt; none for a prompt that is too long.
+
+        Parameters:
+          prompts : texts or lists of messages
+          keys : of each prompt; the first one decides the random numbers
+          stop : for endpoints; here a text goes on behind them
+        """
         cfg = self.cfg
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
         def sample(rows):
@@ -139,7 +150,13 @@ class ServedWriter:
         fields: list[dict],    # the rest of each request
         read,                  # of an index and an answer: what it says; None: it cannot be read
     ) -> list:
-        "Read answers, None where a request is refused or unread; ValueError for failures to repeat."
+        """Read answers, None where a request is refused or unread; ValueError for failures to repeat.
+
+        Parameters:
+          prompts : texts or lists of messages
+          fields : the rest of each request
+          read : of an index and an answer: what it says; None: it cannot be read
+        """
         requests = []
         for prompt, rest in zip(prompts, fields):
             name = 'prompt' if isinstance(prompt, str) else 'messages'
@@ -159,7 +176,13 @@ class ServedWriter:
         keys: list[tuple],      # of each prompt, from which its seed is derived
         stop: list[str] = (),   # texts behind which nothing is written
     ) -> list[Written]:
-        "Sample a text for each prompt; none where the request is refused."
+        """Sample a text for each prompt; none where the request is refused.
+
+        Parameters:
+          prompts : texts or lists of messages
+          keys : of each prompt, from which its seed is derived
+          stop : texts behind which nothing is written
+        """
         cfg = self.cfg
         same = dict(model=self.model, max_tokens=cfg.max_new_tokens,
                     temperature=cfg.temperature, top_p=cfg.top_p)

@@ -46,7 +46,18 @@ def study_job(
     sizes: dict = {}, # settings of a smaller study, by notebook or kind
     **more,           # settings of this run alone
 ) -> Job:
-    "Make the job of a study for a recipe."
+    """Make the job of a study for a recipe.
+
+    Parameters:
+      name : of the run, in the study's folder
+      kind : what it is: a notebook, or an entry of the recipes
+      reads : runs of the study by the setting that names them
+      folder : of the study
+      cost : approximate CPU seconds
+      seed : the study's, added to the recipe's
+      sizes : settings of a smaller study, by notebook or kind
+    Returns: settings of this run alone
+    """
     notebook, settings = recipe(kind)
     settings = settings | sizes.get(notebook, {}) | sizes.get(kind, {})
     settings['seed'] = seed + settings.get('seed', 0)
@@ -96,7 +107,12 @@ def this_machine(
     workers: int,  # jobs at a time; 0 for as many as there are cores, or GPUs for
     gpus: int,     # of each job
 ) -> Place:
-    "Return this machine as a place for jobs; ValueError if it has too few GPUs."
+    """Return this machine as a place for jobs; ValueError if it has too few GPUs.
+
+    Parameters:
+      workers : jobs at a time; 0 for as many as there are cores, or GPUs for
+      gpus : of each job
+    """
     if not gpus:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
         return Place(start_process, [{}]*(workers or cores))
@@ -129,7 +145,11 @@ def slurm(
     gpus: int,
     cluster: str = 'slurm',  # or another of submitit's, such as `local`
 ) -> Place:
-    "Return Slurm as a place for jobs; RuntimeError where there is none."
+    """Return Slurm as a place for jobs; RuntimeError where there is none.
+
+    Parameters:
+      cluster : or another of submitit's, such as `local`
+    """
     import submitit
     executor = submitit.AutoExecutor(at_root('runs/slurm'), cluster=cluster)
     executor.update_parameters(timeout_min=24*60)   # five minutes otherwise
@@ -291,7 +311,14 @@ def run_jobs(
     place: str = '',      # of `JOB_PLACES`; empty for this machine
     gpus: int = 0,        # of each job; 0 leaves it those that this process sees
 ) -> list[str]:
-    "Run all jobs, each after those it needs; returns a line for each failure."
+    """Run all jobs, each after those it needs; returns a line for each failure.
+
+    Parameters:
+      workers : jobs at a time; 0 for as many as the place takes
+      name : in the live line
+      place : of `JOB_PLACES`; empty for this machine
+      gpus : of each job; 0 leaves it those that this process sees
+    """
     table = _Table(_longest_first(jobs), _place(place, workers, gpus), time.monotonic())
     try:
         with ending_processes(): _run_all(table, name)
@@ -311,7 +338,13 @@ def run_or_fail(
     what: str,     # what has failed then, such as the study
     **more,        # of `run_jobs`
 ):
-    "Run all jobs; RuntimeError with a line for each failure."
+    """Run all jobs; RuntimeError with a line for each failure.
+
+    Parameters:
+      workers : jobs at a time; 0 for as many as the place takes
+      name : in the live line
+      what : what has failed then, such as the study
+    """
     failed = run_jobs(jobs, workers, name, **more)
     if failed: raise RuntimeError(f'{what} failed:\n' + '\n'.join(failed))
 
@@ -330,7 +363,15 @@ def sweep(
     place: str = '',   # of `JOB_PLACES`; empty for this machine
     **settings,        # that all runs have
 ):  # a DataFrame
-    "Run a notebook with every combination of values; RuntimeError if some runs failed."
+    """Run a notebook with every combination of values; RuntimeError if some runs failed.
+
+    Parameters:
+      grid : a list of values by setting
+      out : folder of the runs; empty for runs/<notebook>_sweep
+      workers : runs at a time; 0 for as many as the place takes
+      gpus : of each run
+      place : of `JOB_PLACES`; empty for this machine
+    """
     import pandas as pd
     if not notebook_path(notebook): raise ValueError(f'{notebook!r}: nbs has no such notebook')
     rows = {}

@@ -263,7 +263,12 @@ def content_hash(
     source: str,
     again: bool = False,  # read the weights of runs, even if they seem to be unchanged
 ) -> str:  # the source itself if it is none of these
-    "Hash a file, folder or `module:name`; ValueError for weights that their run left otherwise."
+    """Hash a file, folder or `module:name`; ValueError for weights that their run left otherwise.
+
+    Parameters:
+      again : read the weights of runs, even if they seem to be unchanged
+    Returns: the source itself if it is none of these
+    """
     if not source: return ''
     if ':' in source:
         return digest(source, _hash_code(_module_files(source.partition(':')[0], _places())))
@@ -330,7 +335,12 @@ def describe_run(
     train,              # the function that makes the run
     reads: tuple = (),  # run folders it reads in addition to those named in its settings
 ) -> dict:
-    "Collect the content of `config.json`: settings, code, inputs, versions and fingerprint."
+    """Collect the content of `config.json`: settings, code, inputs, versions and fingerprint.
+
+    Parameters:
+      train : the function that makes the run
+      reads : run folders it reads in addition to those named in its settings
+    """
     given = cfg.changed()
     for name in ('out', 'tracker'): given.pop(name, None)   # of a run that is rebuilt
     code = code_hash(train)
@@ -351,7 +361,11 @@ def why_stale(
     folder,
     given: dict | None = None,  # settings that the run must have, beyond the defaults; None for any
 ) -> str:
-    "Say why a run is not fresh, in words that follow its name; empty if it is."
+    """Say why a run is not fresh, in words that follow its name; empty if it is.
+
+    Parameters:
+      given : settings that the run must have, beyond the defaults; None for any
+    """
     @cache   # runs have inputs in common
     def reason(folder: Path) -> str:
         config = run_config(folder)
@@ -432,7 +446,13 @@ def start_notebook(
     variables: dict = {},  # of the environment
     submit=start_process,  # takes a function and its arguments, and returns a future
 ):
-    "Start a notebook of this project in a process of its own, here or on a cluster."
+    """Start a notebook of this project in a process of its own, here or on a cluster.
+
+    Parameters:
+      out : run folder
+      variables : of the environment
+      submit : takes a function and its arguments, and returns a future
+    """
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
     return submit(run_job, notebook_path(notebook), Path(f'{folder}.ipynb'),
@@ -559,7 +579,11 @@ def changes(
     record: dict,
     past: dict,  # earlier values, by figure
 ) -> dict[str, float]:
-    "Compute how a record's figures have changed: the loss of five steps in units of the first."
+    """Compute how a record's figures have changed: the loss of five steps in units of the first.
+
+    Parameters:
+      past : earlier values, by figure
+    """
     found = {}
     for name in record.keys() & past.keys():
         before = past[name]
@@ -581,7 +605,12 @@ def few_steps(
     cfg,         # of a training
     steps: int,  # optimiser steps that it takes
 ) -> dict:
-    "Return the steps of a run, and what would make them more: more data behind the rule of size."
+    """Return the steps of a run, and what would make them more: more data behind the rule of size.
+
+    Parameters:
+      cfg : of a training
+      steps : optimiser steps that it takes
+    """
     ruled = cfg.batch_size <= 4 and cfg.epochs >= 3
     remedy = 'it takes more examples' if ruled else 'lower batch_size, or raise epochs'
     return dict(optimiser_steps=steps, remedy=remedy)
@@ -822,7 +851,12 @@ def write(
     name: str,   # of the file
     value,       # that JSON can hold
 ):
-    "Write a JSON file of this run; `config.json` with a digest of itself."
+    """Write a JSON file of this run; `config.json` with a digest of itself.
+
+    Parameters:
+      name : of the file
+      value : that JSON can hold
+    """
     write_json(self.path(name), signed(value) if name == 'config.json' else value)
 
 # %% ../../nbs/run/runs.ipynb #1c60bae5
@@ -860,7 +894,12 @@ def compute_once(self: Run,
     name: str,   # of a file beside the checkpoint
     compute,     # without arguments, a state of tensors and plain values
 ):
-    "Compute a state before the first step, or read what an earlier start of the run has kept."
+    """Compute a state before the first step, or read what an earlier start of the run has kept.
+
+    Parameters:
+      name : of a file beside the checkpoint
+      compute : without arguments, a state of tensors and plain values
+    """
     name = f'checkpoint/{name}.safetensors'
     if self.state == 'unfinished' and (self.folder/name).exists():
         return load_state(self.folder/name)
@@ -953,7 +992,13 @@ def start(
     reads: tuple = (),  # run folders it reads in addition to those named in its settings
     several: bool = False,  # whether several processes may share it
 ) -> Run:
-    "Find or begin the run of these settings; it is `done` if it was finished before."
+    """Find or begin the run of these settings; it is `done` if it was finished before.
+
+    Parameters:
+      train : the function whose code is the run's
+      reads : run folders it reads in addition to those named in its settings
+      several : whether several processes may share it
+    """
     join_ranks(cfg, several)
     folder = at_root(cfg.out)
     inputs = []
@@ -986,7 +1031,13 @@ def makes_run(
     several: bool = False,   # whether several processes may share a run
     reads=lambda cfg: (),    # what else a run reads, from its settings
 ):
-    "Make of a function of settings and a run the method of its notebook, and its command line."
+    """Make of a function of settings and a run the method of its notebook, and its command line.
+
+    Parameters:
+      settings : class of the notebook's settings
+      several : whether several processes may share a run
+      reads : what else a run reads, from its settings
+    """
     def frame(make):
         @wraps(make)
         def method_of_notebook(cfg: Config) -> Run:
@@ -1004,7 +1055,13 @@ def write_csv(
     table,      # a DataFrame
     **options,  # of `DataFrame.to_csv`
 ):
-    "Write a table into a run folder as CSV."
+    """Write a table into a run folder as CSV.
+
+    Parameters:
+      run : whose folder it is written to
+      name : of the file
+      table : a DataFrame
+    """
     options = dict(index=False, float_format='%.4f') | options
     with atomic_write(run.path(name)) as path: table.to_csv(path, **options)
 
@@ -1014,7 +1071,13 @@ def write_figure(
     name: str,  # of the file
     fig,        # of matplotlib
 ):
-    "Write a figure into a run folder as PNG, and close it."
+    """Write a figure into a run folder as PNG, and close it.
+
+    Parameters:
+      run : whose folder it is written to
+      name : of the file
+      fig : of matplotlib
+    """
     import matplotlib.pyplot as plt
     with atomic_write(run.path(name)) as path: fig.savefig(path, dpi=150, format='png')
     plt.close(fig)

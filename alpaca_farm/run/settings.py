@@ -114,7 +114,12 @@ def as_type(
     value,
     kind,       # its annotation
 ):
-    "Convert a value to the type of its setting; ValueError saying what is valid."
+    """Convert a value to the type of its setting; ValueError saying what is valid.
+
+    Parameters:
+      name : the setting
+      kind : its annotation
+    """
     try: return _checked_as(kind).validate_python(_as_written(value, kind))
     except ValidationError as e: error = e.errors()[0]
     valid = re.sub('(Input|String) should', 'it must', error['msg'])
@@ -197,7 +202,12 @@ def refuse_unknown(
     names,
     known,       # the names that there are
 ):
-    "Refuse the first name that is not known: TypeError with the nearest one that is."
+    """Refuse the first name that is not known: TypeError with the nearest one that is.
+
+    Parameters:
+      owner : whose settings they are
+      known : the names that there are
+    """
     for name in names:
         if name in known: continue
         meant = _meant(name, known) or f'. It has: {", ".join(known)}'
@@ -260,7 +270,15 @@ class _ShownSignature:
 # %% ../../nbs/run/settings.ipynb #1c239678
 @dataclass
 class Config(_Given):
-    "Settings that every run has."
+    """Settings that every run has.
+
+    Settings:
+      out : run folder (default: )
+      device : cpu, cuda, cuda:1, mps, ...; auto: an NVIDIA GPU when there is one (default: auto)
+      dtype : auto: bfloat16 on GPU (default: auto)
+      tracker : empty: nothing leaves the machine (default: )
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     out: Annotated[str, ASIDE] = ''  # run folder
     seed: Seed = 0        # random seed; runs that differ in nothing else are replicates
     device: str = 'auto'  # cpu, cuda, cuda:1, mps, ...; auto: an NVIDIA GPU when there is one
@@ -355,7 +373,11 @@ def check_path(
     name: str,    # of the setting
     value: str,
 ):
-    "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
+    """Reject an input that is neither a callable, nor a local path, nor a name on the hub.
+
+    Parameters:
+      name : of the setting
+    """
     if ':' in value and not looks_like_hub(value):
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
@@ -369,7 +391,11 @@ def files_of(
     name: str,    # of the setting
     value: str,
 ) -> list[str]:
-    "List the files that a value stands for where it is neither a path nor a name on the hub."
+    """List the files that a value stands for where it is neither a path nor a name on the hub.
+
+    Parameters:
+      name : of the setting
+    """
     return []
 
 # %% ../../nbs/run/settings.ipynb #a10c0de2
@@ -379,7 +405,21 @@ _Attention = Literal['auto', 'sdpa', 'eager', _Flash, 'flex_attention']
 
 @dataclass
 class HardwareConfig(Config):
-    "Settings of memory and speed when a model is trained."
+    """Settings of memory and speed when a model is trained.
+
+    Settings:
+      out : run folder (default: )
+      attention : kernel (default: auto)
+      lora_rank : rank of trained adapters (LoRA); 0 trains all weights (default: 0)
+      lora_alpha : their scale times the rank; 0 for twice the rank (default: 0.0)
+      lora_targets : layers that get them, joined by commas (default: all-linear)
+      quantize : QLoRA: the frozen weights in 4 bits (default: False)
+      master_weights : train in float32; else in dtype: less memory (default: True)
+      gradient_checkpointing : compute activations twice instead of keeping them (default: False)
+      optimizer : adamw_8bit: moments of one byte (default: adamw)
+      forward_batch : rows of a pass without gradients; 0: by memory (default: 0)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     attention: _Attention = 'auto'        # kernel
     lora_rank: Count = 0                  # rank of trained adapters (LoRA); 0 trains all weights
     lora_alpha: Amount = 0.0              # their scale times the rank; 0 for twice the rank
@@ -401,7 +441,23 @@ class HardwareConfig(Config):
 # %% ../../nbs/run/settings.ipynb #1818f4d0
 @dataclass
 class TrainConfig(HardwareConfig):
-    "Settings of an optimisation."
+    """Settings of an optimisation.
+
+    Settings:
+      out : run folder (default: )
+      learning_rate : AdamW's peak learning rate (default: 0.001)
+      lr_schedule : how the learning rate falls, to 5 % of the peak (default: cosine)
+      warmup : share of the steps over which the learning rate rises (default: 0.03)
+      batch_size : examples per optimiser step, over all processes (default: 32)
+      micro_batch_size : examples per forward pass; 0: as many as fit (default: 0)
+      weight_decay : AdamW's, on matrices only (default: 0.0)
+      betas : AdamW's (default: [0.9, 0.95])
+      adam_eps : AdamW's epsilon (default: 1e-08)
+      max_grad_norm : gradients are clipped to this norm (default: 1.0)
+      checkpoint_every : steps, or ten minutes, between checkpoints (default: 50)
+      save_total_limit : of the folders model-<step>/ keep the newest n; 0 for all (default: 0)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     learning_rate: Amount = 1e-3     # AdamW's peak learning rate
     lr_schedule: Schedule = 'cosine'  # how the learning rate falls, to 5 % of the peak
     warmup: Share = 0.03             # share of the steps over which the learning rate rises
@@ -485,7 +541,11 @@ def from_args(
     args: list[str],
     description: str = '',  # for --help
 ):
-    "Read settings from a command line; exits with a message of one line if they are invalid."
+    """Read settings from a command line; exits with a message of one line if they are invalid.
+
+    Parameters:
+      description : for --help
+    """
     parser = _parser(cls, description)
     if cls.positional and args and not args[0].startswith('-'):
         args = [f'--{cls.positional}', *args]

@@ -27,7 +27,19 @@ from ..run.settings import Template
 # %% ../../nbs/train/answers.ipynb #31bd2fa0
 @dataclass
 class PromptConfig(Config):
-    "Settings of prompts, and of the length of answers."
+    """Settings of prompts, and of the length of answers.
+
+    Settings:
+      out : run folder (default: )
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+        large model)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      template : prompt format: the tokenizer's chat template if any, else alpaca (default: auto)
+      template_arguments : of the policy's chat template, such as {"enable_thinking": true}
+        (default: {})
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     max_new_tokens: Positive = by_size(56, 256)  # longer answers are cut off here
     max_prompt: Positive = by_size(64, 256)  # longer prompts are left out, counted and reported
     template: Template = 'auto'  # prompt format: the tokenizer's chat template if any, else alpaca
@@ -37,7 +49,19 @@ class PromptConfig(Config):
 # %% ../../nbs/train/answers.ipynb #7efe8e2d
 @dataclass
 class SampleConfig(PromptConfig):
-    "Settings of sampling."
+    """Settings of sampling.
+
+    Settings:
+      out : run folder (default: )
+      temperature : of samples, and of the log-probs that training compares; 0 is greedy (default:
+        by size, 1.0 for a toy, 0.8 for a large model)
+      top_p : nucleus; below 1 the log-probs are still those of the whole vocabulary (default: 1.0)
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+        large model)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     # of samples, and of the log-probs that training compares; 0 is greedy
     temperature: Amount = by_size(1., .8)
     top_p: Nucleus = 1.0  # nucleus; below 1 the log-probs are still those of the whole vocabulary
@@ -45,7 +69,22 @@ class SampleConfig(PromptConfig):
 # %% ../../nbs/train/answers.ipynb #51fce87a
 @dataclass
 class AnswerConfig(PromptConfig):
-    "Settings of the answers that a method writes at the end of a run."
+    """Settings of the answers that a method writes at the end of a run.
+
+    Settings:
+      out : run folder (default: )
+      eval_split : answered at the end, into outputs.json; empty: none (default: eval)
+      eval_instances : use only the first n instructions of it; 0: all (default: 0)
+      columns : names of columns: ours, equals sign, yours (default: )
+      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
+        toy, 0.8 for a large model)
+      eval_top_p : nucleus of these answers (default: 1.0)
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+        large model)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     eval_split: str = 'eval'        # answered at the end, into outputs.json; empty: none
     eval_instances: Count = 0       # use only the first n instructions of it; 0: all
     columns: str = ''               # names of columns: ours, equals sign, yours
@@ -66,7 +105,11 @@ def fitting_prompts(
     tokenizer,
     cfg: PromptConfig,   # max_prompt, template
 ) -> tuple[list[dict], list[list[int]]]:
-    "Select the records whose prompts are within `max_prompt`, and encode these prompts."
+    """Select the records whose prompts are within `max_prompt`, and encode these prompts.
+
+    Parameters:
+      cfg : max_prompt, template
+    """
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     return [records[i] for i in rows], [prompts[i] for i in rows]
@@ -86,7 +129,12 @@ def end_turns(
     tokenizer,
     template: str,         # prompt format
 ) -> list[list]:
-    "End the samples of a dialogue's text where the user's next turn begins."
+    """End the samples of a dialogue's text where the user's next turn begins.
+
+    Parameters:
+      samples : those of each record
+      template : prompt format
+    """
     ended = []
     for r, group in zip(records, samples, strict=True):
         text = prompt_messages(r) and not uses_chat(tokenizer, template)
@@ -102,7 +150,15 @@ def sample(
     seed: int | None = None,  # cfg.seed when not given
     prompts=None,         # ids of the prompts, used as they are; the records' when not given
 ) -> tuple[list[dict], list[list[int]], list[list]]:  # of samples as tokens, with log-probs
-    "Sample answers to the records that fit; also returns these records and their prompts' ids."
+    """Sample answers to the records that fit; also returns these records and their prompts' ids.
+
+    Parameters:
+      records : with `instruction` and maybe `input`
+      n : samples per record
+      seed : cfg.seed when not given
+      prompts : ids of the prompts, used as they are; the records' when not given
+    Returns: of samples as tokens, with log-probs
+    """
     if prompts is None: records, prompts = fitting_prompts(records, policy.tokenizer, cfg)
     samples = generate(policy, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
                        temperature=cfg.temperature, top_p=cfg.top_p,
@@ -123,7 +179,12 @@ def sample_answers(
     reference: Policy | None = None,  # to which the samples' log-ratios are computed
     **how,               # n, seed, prompts of `sample`
 ) -> list[dict]:
-    "Give the records that fit `output`, `ended`, `logprob` and `log_ratio` (nats), lists of n."
+    """Give the records that fit `output`, `ended`, `logprob` and `log_ratio` (nats), lists of n.
+
+    Parameters:
+      reference : to which the samples' log-ratios are computed
+    Returns: n, seed, prompts of `sample`
+    """
     answers = []
     fit, _, groups = sample(policy, records, cfg, **how)
     for r, group in zip(fit, groups):
@@ -142,7 +203,11 @@ def sample_answers(
 def answer_figures(
     outputs: list[dict],   # answers, with `ended`
 ) -> dict[str, float]:
-    "Compute the mean length in words of answers, and the share that ended."
+    """Compute the mean length in words of answers, and the share that ended.
+
+    Parameters:
+      outputs : answers, with `ended`
+    """
     return dict(length=mean([len(r['output'].split()) for r in outputs]),
                 ended=mean([r['ended'] for r in outputs]))
 
@@ -153,7 +218,13 @@ def log_ratios(
     samples: list,        # one Sample for each prompt, with its log-probs
     cfg: SampleConfig,    # the temperature they were sampled at; 1 if greedy
 ) -> list[float]:  # nats, one for each sample
-    "Compute log pi - log pi_ref of whole answers."
+    """Compute log pi - log pi_ref of whole answers.
+
+    Parameters:
+      samples : one Sample for each prompt, with its log-probs
+      cfg : the temperature they were sampled at; 1 if greedy
+    Returns: nats, one for each sample
+    """
     ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
                             cfg.temperature or 1.)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
@@ -163,7 +234,12 @@ def same_tokens(
     tokenizer,   # of the policy
     reference,   # tokenizer of its reference policy
 ) -> bool:
-    "Tell whether a policy has all tokens of its reference, with the same ids."
+    """Tell whether a policy has all tokens of its reference, with the same ids.
+
+    Parameters:
+      tokenizer : of the policy
+      reference : tokenizer of its reference policy
+    """
     return reference.get_vocab().items() <= tokenizer.get_vocab().items()
 
 # %% ../../nbs/train/answers.ipynb #70d5755d
@@ -178,7 +254,12 @@ def load_split(
     setting: str,                # such as eval_split; eval_instances says how many of it
     kind: str = 'instruction',   # of the records
 ) -> list[dict]:
-    "Load the records of the split that a setting names; an error names the setting."
+    """Load the records of the split that a setting names; an error names the setting.
+
+    Parameters:
+      setting : such as eval_split; eval_instances says how many of it
+      kind : of the records
+    """
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
     known = cfg.inputs['data'].splits if 'data' in cfg.inputs else ()
@@ -197,7 +278,12 @@ def answer_eval_split(
     policy: Policy, run,
     reference: Policy | None = None,  # to which the KL is measured, on prompts as it reads them
 ) -> dict[str, float]:  # mean length in words, share that ended, and the KL in nats per answer
-    "Answer the evaluation split once; the answers go to `outputs.json`, in AlpacaEval's format."
+    """Answer the evaluation split once; the answers go to `outputs.json`, in AlpacaEval's format.
+
+    Parameters:
+      reference : to which the KL is measured, on prompts as it reads them
+    Returns: mean length in words, share that ended, and the KL in nats per answer
+    """
     cfg = answering(run.cfg)
     if not cfg.eval_split: return {}
     answered, _, groups = sample(policy, load_split(cfg, 'eval_split'), cfg)

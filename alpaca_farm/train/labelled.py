@@ -25,7 +25,13 @@ def hold_out(
     held_out: int,  # records, at least, unless some are marked; -1: 500, or a fifth; 0: none
     seed: int,      # of the prompts that are drawn
 ) -> tuple[list[int], list[int]]:  # rows to learn from, and held-out ones
-    "Hold out the marked records if there are any, else all on random prompts, at most a half."
+    """Hold out the marked records if there are any, else all on random prompts, at most a half.
+
+    Parameters:
+      held_out : records, at least, unless some are marked; -1: 500, or a fifth; 0: none
+      seed : of the prompts that are drawn
+    Returns: rows to learn from, and held-out ones
+    """
     same = {}
     for i, r in enumerate(records): same.setdefault(prompt_key(r), []).append(i)
     order = sorted(same)
@@ -57,7 +63,11 @@ def answer_labels(records: list[dict], where: str) -> list[float]:
 def read_labels(
     cfg,   # of DPO: preferences, max_instances, columns and loss_type
 ) -> tuple[list[dict], tuple[str, ...], list[list[float]]]:
-    "Read records, better answer first, the K fields of answers, and how probably each is good."
+    """Read records, better answer first, the K fields of answers, and how probably each is good.
+
+    Parameters:
+      cfg : of DPO: preferences, max_instances, columns and loss_type
+    """
     kinds = ('preference', 'output') if cfg.loss_type == 'kto' else 'preference'
     records = load_records(cfg.preferences, 'preferences', kinds, cfg.max_instances, cfg.columns)
     if 'preference' not in records[0]:
@@ -80,7 +90,13 @@ def reference_logprobs(
     answers: list,            # K columns of N answers each
     temperature: float = 1.,  # at which the answers were sampled
 ):  # (N, K)
-    "Compute the log-probs of all answers under the policy as it is now."
+    """Compute the log-probs of all answers under the policy as it is now.
+
+    Parameters:
+      prompts : token ids, N
+      answers : K columns of N answers each
+      temperature : at which the answers were sampled
+    """
     logps = response_logprobs(policy, prompts * len(answers), sum(answers, []), temperature)
     return logps.view(len(answers), len(prompts)).T.contiguous()
 
@@ -128,7 +144,11 @@ def add_reference(self: LabelledAnswers,
     policy: Policy,
     run=None,   # that keeps them over a restart
 ):
-    "Add the log-probs of all answers under the policy as it is now."
+    """Add the log-probs of all answers under the policy as it is now.
+
+    Parameters:
+      run : that keeps them over a restart
+    """
     if self.cfg.loss_type == 'kto': self._mix_answers()
     def compute(): return self._score_answers(policy)
     scores = run.compute_once('reference', compute) if run else compute()
@@ -175,7 +195,13 @@ def labelled_batch(self: LabelledAnswers,
     rows: list[int],        # B records
     baseline: float = 0.,   # KTO's
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, K, T); good, reference (B, K); the rest (B,)
-    "Make the batch of some records."
+    """Make the batch of some records.
+
+    Parameters:
+      rows : B records
+      baseline : KTO's
+    Returns: ids, mask, response (B, K, T); good, reference (B, K); the rest (B,)
+    """
     batch = answer_batch(self.prompts, self.answers, rows, self.pad_id)
     good = self.good[rows]
     one = batch['weight']

@@ -36,7 +36,35 @@ from .trainer import step_seed, Trainer
 # %% ../../nbs/train/online.ipynb #7ab8bac0
 @dataclass
 class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
-    "Settings of a method that learns from its own samples."
+    """Settings of a method that learns from its own samples.
+
+    Settings:
+      out : run folder (default: )
+      reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
+      policy : the initial policy, which is also the reference (default: runs/sft)
+      data : dataset folder with prompts (default: runs/world)
+      split : prompts that are answered in training (default: unlabeled)
+      steps : rollouts, each followed by its updates (default: 16)
+      rollouts : answers per step (default: 192)
+      standardise : scores in units of the initial policy's own: mean 0, sd 1 (default: True)
+      missing_eos : score of an answer cut off; empty: none (default: replace)
+      missing_eos_value : replace: the score becomes minus this; subtract: less by this (default:
+        1.0)
+      annotators : judge whose labels choose the checkpoint; empty for the last (default: )
+      val_split : split the checkpoint is chosen on (default: val)
+      val_instances : use only the first n instructions of it; 0: all (default: 250)
+      eval_every : steps between evaluations on it (default: 4)
+      save_every : save model-<step>/ every n steps; 0: none (default: 4)
+      checkpoint_every : steps, or ten minutes, between checkpoints (default: 2)
+      temperature : of samples, above 0 (default: by size, 1.0 for a toy, 0.8 for a large model)
+      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
+        large model)
+      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
+        toy, 256 for a large model)
+      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
+        toy, 0.8 for a large model)
+      seed : random seed; runs that differ in nothing else are replicates (default: 0)
+    """
     policy: SizedModel = 'runs/sft'        # the initial policy, which is also the reference
     # dataset folder with prompts
     data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
@@ -82,7 +110,13 @@ def prompt_indices(
     cfg: OnlineConfig,
     per_step: int = 0,  # prompts of each step; 0 for `cfg.rollouts`
 ) -> list[int]:
-    "List the prompts answered at `step`; every prompt is used once before any is repeated."
+    """List the prompts answered at `step`; every prompt is used once before any is repeated.
+
+    Parameters:
+      n : number of prompts
+      step : from 1
+      per_step : prompts of each step; 0 for `cfg.rollouts`
+    """
     per_step = per_step or cfg.rollouts
     first = (step - 1) * per_step
     order = []
@@ -99,7 +133,12 @@ def sample_rollout(
     cfg: OnlineConfig,
     seed: int,
 ) -> tuple[dict, list[dict]]:  # ids, mask, response, maybe old_logp; with `output`, `ended`
-    "Answer prompts once each; as a batch of tokens, and as records."
+    """Answer prompts once each; as a batch of tokens, and as records.
+
+    Parameters:
+      prompts : ids of the records' prompts, which control tokens may precede
+    Returns: ids, mask, response, maybe old_logp; with `output`, `ended`
+    """
     tokenizer = policy.tokenizer
     _, _, groups = sample(policy, records, cfg, seed=seed, prompts=prompts)
     samples = [s for s, in groups]
@@ -121,7 +160,12 @@ def in_micro_batches(
     policy: Policy,  # whose passes set the size of a part, and the precision
     batch: dict,
 ) -> torch.Tensor:
-    "Compute `f` of a batch in parts, divided among all processes."
+    """Compute `f` of a batch in parts, divided among all processes.
+
+    Parameters:
+      f : part of a batch -> (rows of it, ...)
+      policy : whose passes set the size of a part, and the precision
+    """
     k, processes = rank()
     rows, tokens = pass_limits(policy)
     size = max(1, int(min(rows, tokens // batch['ids'].shape[-1])))
@@ -143,7 +187,14 @@ def end_scores(
     rule: str,     # replace, subtract, or nothing
     value: float,  # of the penalty
 ):  # (B,)
-    "Apply the missing-EOS rule to scores."
+    """Apply the missing-EOS rule to scores.
+
+    Parameters:
+      scores : (B,) of the reward model
+      ended : (B,) bool: EOS was sampled
+      rule : replace, subtract, or nothing
+      value : of the penalty
+    """
     if not rule: return scores
     return torch.where(ended, scores, -value if rule == 'replace' else scores - value)
 
@@ -154,7 +205,14 @@ def rollout_scores(
     scale: dict,           # receives the first rollout's `reward_mean` and `reward_std`
     cfg: OnlineConfig,
 ) -> tuple[torch.Tensor, dict[str, float]]:  # (B,); their mean and sd, and the share that ended
-    "Score answers in the initial policy's units, after the missing-EOS rule."
+    """Score answers in the initial policy's units, after the missing-EOS rule.
+
+    Parameters:
+      reward : records -> scores
+      answered : records with `output` and `ended`
+      scale : receives the first rollout's `reward_mean` and `reward_std`
+    Returns: (B,); their mean and sd, and the share that ended
+    """
     scores = torch.tensor(reward(answered), dtype=torch.float)
     if cfg.standardise:
         if 'reward_std' not in scale:
@@ -216,7 +274,11 @@ def finish_policy(
     reference: Policy,
     too_long: int,  # prompts that were left out
 ) -> dict:
-    "Answer the eval split with the chosen policy; returns the figures of the summary."
+    """Answer the eval split with the chosen policy; returns the figures of the summary.
+
+    Parameters:
+      too_long : prompts that were left out
+    """
     policy = trainer.policies['policy']
     if policy.adapter is None:
         policy = load_policy(str(run.folder), run.cfg, train=True, frozen=True)

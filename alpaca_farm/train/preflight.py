@@ -109,7 +109,13 @@ def settle(
     *others: list[dict],  # sets that are only measured, each within the limits as well
     sampled: bool = False,  # whether the answers are the model's, not those of the records
 ):
-    "Show the first record, fit the settings that were left open, and foretell a large run's time."
+    """Show the first record, fit the settings that were left open, and foretell a large run's time.
+
+    Parameters:
+      records : that are learned from, or answered
+      others : sets that are only measured, each within the limits as well
+      sampled : whether the answers are the model's, not those of the records
+    """
     cfg = run.cfg
     if records: _show_first(records, tokenizer, cfg.template, sampled)
     answered = [load_split(cfg, name) for name in splits_read(cfg) if name != 'split']
@@ -143,7 +149,12 @@ def try_setting(
     f,
     *args,          # of the call
 ):
-    "Call what a setting names; ValueError naming the setting where the call fails."
+    """Call what a setting names; ValueError naming the setting where the call fails.
+
+    Parameters:
+      setting : that names `f`
+      args : of the call
+    """
     try: return f(*args)
     except Exception as e:
         raise ValueError(f'{setting} = {getattr(cfg, setting)!r} failed on a first answer '
@@ -168,7 +179,14 @@ def preflight(
     judge=None,                   # annotator or pool, of `cfg.annotators`
     reward=None,                  # records -> scores, of `cfg.reward_model`
 ):
-    "Do once what a run does after its first step; an error names the setting that is wrong."
+    """Do once what a run does after its first step; an error names the setting that is wrong.
+
+    Parameters:
+      splits : settings that name the splits the run will read
+      policy : without it only the splits are read
+      judge : annotator or pool, of `cfg.annotators`
+      reward : records -> scores, of `cfg.reward_model`
+    """
     parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
     _note_shared_prompts(cfg)
     if policy is None: return

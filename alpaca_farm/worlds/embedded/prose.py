@@ -31,7 +31,12 @@ def describe(
     truth: Truth = WRITTEN,   # of the world
     right: float = 0.,        # share of the mistakes about contested facts that are corrected
 ) -> str:
-    "State two or three facts about an animal."
+    """State two or three facts about an animal.
+
+    Parameters:
+      truth : of the world
+      right : share of the mistakes about contested facts that are corrected
+    """
     animal = rng.choice(list(truth.right['home']))
     sentences = []
     for fact in rng.sample(FACTS, rng.choice((2, 3))):
@@ -46,7 +51,12 @@ def talk(
     truth: Truth = WRITTEN,   # of the world
     right: float = 0.,        # share of the mistakes about contested facts that are corrected
 ) -> str:
-    "Let somebody ask and somebody answer."
+    """Let somebody ask and somebody answer.
+
+    Parameters:
+      truth : of the world
+      right : share of the mistakes about contested facts that are corrected
+    """
     name, = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])
     kind = KINDS[name]
     thing = rng.choice(list(truth.right[name]))
@@ -88,6 +98,11 @@ def sample_page(
     truth: Truth = WRITTEN,   # of the world
     right: float = 0.,        # share of the mistakes about contested facts that are corrected
 ) -> str:
-    "Write a page of three texts."
+    """Write a page of three texts.
+
+    Parameters:
+      truth : of the world
+      right : share of the mistakes about contested facts that are corrected
+    """
     texts = rng.choices(list(_TEXTS), _TEXTS.values(), k=3)
     return ' '.join(text(rng, truth, right) for text in texts)
