@@ -75,7 +75,7 @@ clean:                   ## remove the environment; runs/ stays
 	$(if $(HASHES),$(BIN)/pip install -q --no-deps --require-hashes -r .ci/torch.txt $(CPU))
 	$(if $(HASHES),$(BIN)/pip install -q --no-deps --require-hashes -r .ci/requirements.txt)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==$(TORCH) $(CPU)
-	$(BIN)/pip install -q -c constraints.txt $(if $(HASHES),--no-deps --no-build-isolation) -e '.[dev,alpaca_eval]'
+	$(BIN)/pip install -q -c constraints.txt $(if $(HASHES),--no-deps --no-build-isolation) -e '.[dev,alpaca-eval]'
 	mkdir -p .venv/etc/ipython   # kernels do not warn that they talk to this machine unencrypted
 	echo 'c.IPKernelApp.log_level = "ERROR"' > .venv/etc/ipython/ipython_kernel_config.py
 	touch $@

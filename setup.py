@@ -10,7 +10,7 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=["="])
 config.read(here/"settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
-names = ("dev", "alpaca_eval", "flash", "wandb", "tensorboard", "browser", "docs", "ray", "slurm", "gpu",
+names = ("dev", "alpaca-eval", "flash", "wandb", "tensorboard", "browser", "docs", "ray", "slurm", "gpu",
          "gguf", "trl")
 extras = {name: cfg[f"{name}_requirements"].split() for name in names}
 
