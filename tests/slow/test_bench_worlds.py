@@ -45,11 +45,13 @@ def test_methods_stand_beside_dpo_ppo_and_the_nulls(mine, tmp_path, capsys):
     made = bench.run(BenchConfig(**given))
     table = pd.read_csv(made.folder/'differences.csv').set_index('row')
     assert abs(table.difference['dpo']) < 40
+    rates = pd.read_csv(made.folder/'win_rates.csv')
+    kl = rates[rates.method == f'*{given["method"]}'].kl
+    assert kl.notna().tolist() == [True, True]   # from SFT, as of the methods
     assert read_summary(made.folder)['worlds'] == 2
     again = (world.stat().st_mtime_ns, *(p.stat().st_mtime_ns for p in world.iterdir()))
     assert again == written   # the worlds are made once
     assert tiny.run_notebook(notebook_path('bench'), tmp_path/'bench.ipynb', given)[0] == 0
-    rates = pd.read_csv(made.folder/'win_rates.csv')
     assert rates.groupby('method').size().loc[['dpo', 'shuffled labels']].tolist() == [2, 2]
 
 
