@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BenchConfig', 'Compared', 'plan', 'worlds_farm', 'world_checksum', 'method_jobs', 'win_rates', 'detectable',
-           'differences', 'results_row', 'run']
+           'differences', 'compare_methods', 'results_row', 'run']
 
 # %% ../nbs/bench.ipynb #57725bfd
 import inspect, os, re
@@ -21,12 +21,13 @@ from .farm import farm_jobs, farm_world, FarmConfig
 from .farm import run as make_farm
 from .judging.judges import load_annotators
 from .judging.pools import preferences_over
-from .judging.stats import replicate_interval
+from .judging.stats import compare_all, replicate_interval
 from .ppo import Advantage, ADVANTAGES, PPOConfig
 from .run.files import digest, file_hash, read_json, read_yaml, write_json
 from .run.jobs import Job, run_or_fail
 from .run.paths import at_root, missing_path, notebooks_folder
-from .run.runs import check_run_folder, methods, read_summary, start, write_csv
+from .run.runs import check_run_folder, methods, read_summary, run_config, start
+from .run.runs import write_csv
 from .run.settings import Arguments, ASIDE, command, Config, Count, resolve
 from .worlds.folder import SPLITS
 
@@ -99,10 +100,10 @@ def _named_plan(method: str) -> Compared:
     if ':' in method:
         if _is_loss(resolve(method)): return Compared('loss', 'dpo', dict(loss_function=method))
         return Compared('advantage', 'rloo', dict(advantage_function=method))
-    if method in methods(): return Compared('method', method, {})
     if method in LOSSES: return Compared('loss', 'dpo', dict(loss_type=method))
     if method == 'gae': return Compared('advantage', 'ppo', {})
     if method in ADVANTAGES: return Compared('advantage', 'rloo', dict(advantage=method))
+    if method in methods(): return Compared('method', method, {})
     if at_root(method).exists():
         raise ValueError(f'method = {method}: a policy is trained in each world. Write {{world}} '
                          'in its path, which is 0 for the first of them')
@@ -209,7 +210,9 @@ def method_jobs(cfg: BenchConfig) -> list[Job]:
     for k in range(cfg.count):
         like = {Path(job.out).name: job for job in farm_jobs(farm, k)}[planned.run]
         own = dict(planned.settings)
-        if planned.kind == 'policy': own['policy'] = own['policy'].format(world=k)
+        if planned.kind == 'policy':
+            own['policy'] = own['policy'].format(world=k)
+            own['reference'] = like.settings['policy']   # of its KL
         own['seed'] = like.settings['seed'] + cfg.seed
         out = f'{Path(like.out).parent}/{_run_name(cfg.method, cfg.settings)}'
         jobs.append(replace(like, out=out, settings=like.settings | own))
@@ -301,6 +304,48 @@ def differences(rates, method: str):  # DataFrames
         rows.append(dict(row=other, win_rate=table[other].mean(), difference=difference, low=low,
                          high=high, sd=sd, detectable=detectable(sd, len(lead))))
     return pd.DataFrame(rows).sort_values('win_rate', ascending=False, ignore_index=True)
+
+# %% ../nbs/bench.ipynb #c4e19a72
+_NULLS = 'sft', 'greedy SFT', 'best without labels', 'one suffix for all', 'shuffled labels'
+_BESIDE = dict.fromkeys(('dpo', 'ppo'), 'method') | dict.fromkeys(_NULLS, 'null')
+
+
+def compare_methods(
+    folders: dict[str, str],  # by a name for each method: its comparison, all in the same worlds
+):  # a DataFrame; `low` and `high` are of one row alone, `clear` is after Holm's correction
+    """Compare advantages and nulls with PPO, other methods and nulls with DPO: points, over worlds.
+
+    Parameters:
+      folders : by a name for each method: its comparison, all in the same worlds
+    """
+    import pandas as pd
+    leads = {}   # by row subtracted and kind, then by name: (worlds,)
+    dpo = None
+    for name, folder in folders.items():
+        method = run_config(folder)['settings']['method']
+        rates = pd.read_csv(at_root(folder)/'win_rates.csv')
+        table = rates.pivot(index='world', columns='method', values='crowd').dropna(axis=1)
+        if dpo is None: dpo = table.dpo
+        if not table.dpo.equals(dpo):
+            raise ValueError(f'{folder}: DPO has other win rates there than in '
+                             f'{[*folders.values()][0]}. Make both comparisons in the same worlds')
+        kind = _named_plan(method).kind
+        minus = 'ppo' if kind == 'advantage' else 'dpo'
+        shown = {name: (kind, f'*{method}')}
+        for row in table.columns.intersection([*_BESIDE]): shown[row] = _BESIDE[row], row
+        shown.pop(minus)
+        for row, (kind, column) in shown.items():
+            lead = (table[column] - table[minus]).to_numpy()
+            leads.setdefault((minus, kind), {})[row] = lead
+    rows = []
+    for (minus, kind), own in leads.items():
+        for row, found in compare_all(own).items():
+            lead = own[row]
+            rows.append(dict(minus=minus, kind=kind, row=row, difference=found.value,
+                             low=found.low, high=found.high, holm=found.holm, clear=found.clear,
+                             detectable=detectable(lead.std(ddof=1), len(lead))))
+    return pd.DataFrame(rows).sort_values(['minus', 'difference'], ascending=[True, False],
+                                          ignore_index=True)
 
 # %% ../nbs/bench.ipynb #13e68bc4
 def _interval_text(row) -> str: return f'{row.difference:+.1f} [{row.low:+.1f}, {row.high:+.1f}]'

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from alpaca_farm import bench
-from alpaca_farm.bench import BenchConfig, differences, plan
+from alpaca_farm.bench import BenchConfig, compare_methods, differences, plan
 from alpaca_farm.dpo import Loss
 from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.run.settings import from_args
@@ -67,6 +67,52 @@ def test_two_planted_points_are_found_and_none_are_not():
     assert .7 < found[1] < .95   # 2 points are about what is detectable
     assert differences(rates(2., rng), 'new').set_index('row').detectable['dpo'] == \
         pytest.approx(1.5*2**.5*.89, rel=.6)
+
+
+@pytest.fixture
+def compared(tmp_path):
+    """A function that writes comparisons in twelve worlds, by method: points that it is above DPO,
+    on average and by world. PPO is 5 points above DPO, and no label at all 6 below."""
+    levels = np.random.default_rng(0).normal(57, 4, 12)
+    luck = np.random.default_rng(1).normal(size=12)
+    luck = 1.5*(luck - luck.mean())/luck.std(ddof=1)
+
+    def write(shift=0, **leads):
+        for method, lead in leads.items():
+            above = {'dpo': 0, 'ppo': 5, 'shuffled labels': luck - 6, f'*{method}': lead + luck}
+            table = pd.DataFrame({row: levels + shift + more for row, more in above.items()})
+            table = table.rename_axis('world').reset_index()
+            settings = dict(notebook='bench', fingerprint='', settings=dict(method=method))
+            write_json(tmp_path/method/'config.json', settings)
+            rates = table.melt('world', var_name='method', value_name='crowd')
+            rates.to_csv(tmp_path/method/'win_rates.csv', index=False)
+        return {method: str(tmp_path/method) for method in leads}
+    return write
+
+
+def test_losses_are_compared_with_dpo_and_advantages_with_ppo_each_among_all(compared):
+    "A loss 1.1 points above DPO is clear alone, and not among six; 4 points are."
+    losses = compared(hinge=0, robust=.1, ipo=.2, kto=.3, sigmoid=1.1, simpo=-4)
+    advantages = compared(rloo=1, grpo=5)
+    table = compare_methods(losses | advantages).set_index(['minus', 'row'])
+    loss = table.loc['dpo', 'sigmoid']
+    assert loss.low > 0 and not loss.clear
+    assert loss.difference == pytest.approx(1.1)
+    assert loss.detectable == pytest.approx(1.3, abs=.4)
+    assert table.clear['dpo', 'simpo']
+    assert table.difference['ppo', 'rloo'] == pytest.approx(-4)
+    assert table.clear['ppo', 'rloo'] and not table.clear['ppo', 'grpo']
+    assert table.difference['dpo', 'shuffled labels'] == pytest.approx(-6)
+    assert table.difference['dpo', 'ppo'] == -table.difference['ppo', 'dpo'] == pytest.approx(5)
+    assert table.kind.value_counts().to_dict() == dict(loss=6, advantage=2, null=2, method=2)
+    alone = compare_methods(dict(alone=losses['sigmoid'])).set_index('row')
+    assert alone.clear['alone']
+
+
+def test_comparisons_in_other_worlds_are_refused(compared):
+    folders = compared(hinge=0) | compared(ipo=0, shift=1)
+    with pytest.raises(ValueError, match='ipo.*same worlds'):
+        compare_methods(folders)
 
 
 def test_shuffled_labels_are_the_same_labels_on_other_pairs(tmp_path):

@@ -45,11 +45,19 @@ def test_methods_stand_beside_dpo_ppo_and_the_nulls(mine, tmp_path, capsys):
     made = bench.run(BenchConfig(**given))
     table = pd.read_csv(made.folder/'differences.csv').set_index('row')
     assert abs(table.difference['dpo']) < 40
+    rates = pd.read_csv(made.folder/'win_rates.csv')
+    kl = rates[rates.method == f'*{given["method"]}'].kl
+    assert kl.notna().tolist() == [True, True]   # from SFT, as of the methods
+    jobs = bench.method_jobs(BenchConfig(**given))
+    assert [job.settings['reference'] for job in jobs] == [
+        str(tmp_path/'worlds'/place/'sft') for place in ('', 'seed_1')]
+    both = bench.compare_methods({name: str(tmp_path/name) for name in ('same', 'outside')})
+    kinds = dict(zip(both.row, both.kind, strict=True))
+    assert kinds.items() >= dict(same='loss', outside='policy', ppo='method', sft='null').items()
     assert read_summary(made.folder)['worlds'] == 2
     again = (world.stat().st_mtime_ns, *(p.stat().st_mtime_ns for p in world.iterdir()))
     assert again == written   # the worlds are made once
     assert tiny.run_notebook(notebook_path('bench'), tmp_path/'bench.ipynb', given)[0] == 0
-    rates = pd.read_csv(made.folder/'win_rates.csv')
     assert rates.groupby('method').size().loc[['dpo', 'shuffled labels']].tolist() == [2, 2]
 
 
