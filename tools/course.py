@@ -292,7 +292,11 @@ def grade_answer(name, source, handed, names, own) -> tuple[float, str]:
     if source is None: return 0, 'its cell is missing: keep the cells of the assignment'
     if name == 'decision': return grade_decision(handed)
     if kind == 'found': return grade_number(int(n), handed, names, own)
-    if kind != 'predicted': return grade_function(name, source, names)
+    if kind != 'predicted':
+        points, said = grade_function(name, source, names)
+        if len(re.findall(rf'(?m)^def {name}\b', source)) > 1:
+            said = f'{said} (it is defined more than once: the last one counts)'.strip()
+        return points, said
     made = isinstance(handed['predicted'].get(n), (int, float))
     return int(made), '' if made else 'no number was predicted'
 

@@ -3,6 +3,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import os
 import re
 import shlex
 import shutil
@@ -161,6 +162,13 @@ def test_names_that_are_links_are_defined_where_they_lead(page):
 def test_binder_installs_the_torch_of_the_constraints():
     pinned = re.search(r'^torch==(\S+)$', (tiny.ROOT/'constraints.txt').read_text(), re.M)[1]
     assert f'torch=={pinned}+cpu' in (tiny.ROOT/'.binder'/'requirements.txt').read_text().split()
+
+
+def test_binder_makes_the_assignment_that_the_course_opens():
+    made = tiny.ROOT/'.binder'/'postBuild'
+    assert os.access(made, os.X_OK)
+    path = made.read_text().split()[-1]
+    assert f'?labpath={path.replace("/", "%2F")})' in PAGES['course.md']
 
 
 def test_the_list_of_notebooks_is_complete():

@@ -327,20 +327,34 @@ def test_the_words_of_the_decision_stand_in_its_question():
     assert {*re.findall(r"'(\w+)'", question)} == {*course.DECISIONS}
 
 
-def test_a_missing_and_a_divided_cell(submission, tmp_path):
-    "One costs its points and is said in a line; the other is read whole."
-    lacking = dict(cells=[c for c in submission['cells']
-                          if c['metadata'].get('nbgrader', {}).get('grade_id') != 'gae'])
-    total, said = graded(lacking, tmp_path/'a.ipynb')
+def with_cells(notebook, name, *sources):
+    "A submission that has an answer's cell once for each of some sources."
+    cells = []
+    for cell in notebook['cells']:
+        if cell['metadata'].get('nbgrader', {}).get('grade_id') != name:
+            cells.append(cell)
+        else:
+            cells += [dict(cell, source=source) for source in sources]
+    return dict(cells=cells)
+
+
+def test_a_missing_a_divided_and_a_copied_cell(submission, tmp_path):
+    "One costs its points, one is read whole, of one the last counts; grades say what is odd."
+    path = tmp_path/'a.ipynb'
+    total, said = graded(with_cells(submission, 'gae'), path)
     assert total == 71
     assert re.search(r'^gae +0.0 of 4  its cell is missing', said, re.M)
-    cell = next(c for c in submission['cells']
-                if c['metadata'].get('nbgrader', {}).get('grade_id') == 'difference')
     lines = 'def mean(x): return x.mean()', RIGHT['difference'].replace('d.mean()', 'mean(d)')
-    parts = [dict(cell, source=text) for text in lines]
-    at = submission['cells'].index(cell)
-    divided = [*submission['cells'][:at], *parts, *submission['cells'][at + 1:]]
-    assert graded(dict(cells=divided), tmp_path/'a.ipynb')[0] == 75
+    total, said = graded(with_cells(submission, 'difference', *lines), path)
+    assert total == 75
+    assert 'more than once' not in said
+    trial = RIGHT['difference'].replace('a - b', 'b - a')
+    total, said = graded(with_cells(submission, 'difference', RIGHT['difference'], trial), path)
+    assert total == 72
+    assert re.search('^difference .*second minus first.* the last one counts', said, re.M)
+    total, said = graded(with_cells(submission, 'difference', trial, RIGHT['difference']), path)
+    assert total == 75
+    assert 'the last one counts' in said
 
 
 @pytest.mark.parametrize('text, words', [
