@@ -30,7 +30,7 @@ from .train.preflight import preflight, settle
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
 class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
-    """Settings of expert iteration; those of the optimisation apply to the SFT runs.
+    """Settings of expert iteration; the settings of the optimisation apply to the SFT runs.
 
     Settings:
       out : run folder (default: runs/expert_iteration)
@@ -132,10 +132,10 @@ def train(cfg: ExpertIterationConfig, run: Run):
     asked = load_split(cfg, 'split')
     each = len(asked)//cfg.rounds
     if not each: raise ValueError(f'rounds = {cfg.rounds}: {cfg.data}, {cfg.split} has '
-                                  f'{len(asked)} instructions')
+                                  f'{len(asked)} requests')
     if each < cfg.max_instances:
         cfg.max_instances = each
-        tell(f'max_instances {each}: {len(asked)} instructions in {cfg.rounds} rounds')
+        tell(f'max_instances {each}: {len(asked)} requests in {cfg.rounds} rounds')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, asked[:cfg.max_instances], sampled=True)
     run.load()

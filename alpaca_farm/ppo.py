@@ -288,7 +288,7 @@ def value_model(cfg: PPOConfig, policy: Policy) -> Policy | None:
     if value is None and keep: value = load_scalar(spec, cfg, train=True)
     if value is None: value = load_scalar(cfg.policy, cfg, 'zero', train=True)
     value.std = getattr(value.config, 'reward_std', 1.)
-    if not getattr(value.config, 'likelihood', 0.):   # or it is mainly that of the likelihoods
+    if not getattr(value.config, 'likelihood', 0.):   # or it is mainly the likelihoods' mean
         value.mean = getattr(value.config, 'reward_mean', 0.)
     return value
 
@@ -351,7 +351,7 @@ def experience(
     batch: dict,  # of a rollout
     scores,       # (B,) of its answers
     cfg: PPOConfig,
-    kl_coef: float | None = None,  # beta of this step; None: that of the settings
+    kl_coef: float | None = None,  # beta of this step; None: as the settings say
 ) -> tuple[dict, dict]:  # the batch with what the losses read, and figures over response tokens
     """Turn a scored rollout into advantages and returns.
 
@@ -359,7 +359,7 @@ def experience(
       value : the value model
       batch : of a rollout
       scores : (B,) of its answers
-      kl_coef : beta of this step; None: that of the settings
+      kl_coef : beta of this step; None: as the settings say
     Returns: the batch with what the losses read, and figures over response tokens
     """
     kind = advantage_of(cfg)

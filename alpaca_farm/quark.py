@@ -113,7 +113,7 @@ def quantiles(
 @dataclass
 class DataPool:
     "Scored answers of one rollout or of several, on the CPU."
-    tokens: torch.Tensor    # ids of all answers, one answer behind the other
+    tokens: torch.Tensor    # ids of all answers, in a row
     lengths: torch.Tensor   # (N,) tokens of each answer
     prompts: torch.Tensor   # (N,) number of each answer's prompt
     scores: torch.Tensor    # (N,)
@@ -142,7 +142,7 @@ def rollout_pool(
 # %% ../nbs/quark.ipynb #ccc46a53
 @patch
 def joined(self: DataPool, other: DataPool) -> DataPool:
-    "Put the answers of another pool behind those of this one."
+    "Put the answers of another data pool behind its own."
     return DataPool(*(torch.cat(parts) for parts in zip(vars(self).values(), vars(other).values())))
 
 # %% ../nbs/quark.ipynb #cb9bf862

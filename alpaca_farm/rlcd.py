@@ -188,7 +188,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
       task : name of a task in nbs/recipes/tasks, or a YAML file (default: world)
       data : dataset folder, file or hub name with prompts (default: runs/world)
       split : split with the prompts (default: preference)
-      columns : names of columns: ours, equals sign, yours (default: )
+      columns : names of columns, as in instruction=question,output=answer (default: )
       max_instances : use only the first n prompts; 0: all (default: 0)
       policy : model that writes and judges (default: runs/dialogue_world)
       served : name of a model behind base_url that does so instead; policy is empty then (default:
@@ -212,7 +212,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
     # dataset folder, file or hub name with prompts
     data: Annotated[Named, Reads(splits=('split',))] = 'runs/world'
     split: str = 'preference'                 # split with the prompts
-    columns: str = ''                         # names of columns: ours, equals sign, yours
+    columns: str = ''  # names of columns, as in instruction=question,output=answer
     max_instances: Count = 0                  # use only the first n prompts; 0: all
     # model that writes and judges
     policy: Annotated[str, MODEL, SIZES] = 'runs/dialogue_world'
@@ -340,7 +340,7 @@ def _label_items(
     judge: SelfJudge | None,   # None for labels by construction
     cfg: RLCDConfig,
 ) -> list[dict]:
-    "Add `preference` and `annotator`, or a `reason` where the judge has no verdict."
+    "Add `preference` and `annotator`, or a `reason` where the judge gives no label."
     items = [dict(item) for item in items]
     pairs = [item for item in items if not item['reason']]
     if judge is None:
@@ -370,7 +370,7 @@ def _write_rlcd_csv(path, records: list[dict]):
 
 # %% ../nbs/rlcd.ipynb #88a1f311
 def _item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
-    "Count prompts, pairs made, and those left out by reason; measure lengths in words."
+    "Count prompts, pairs made, and prompts left out by reason; measure lengths in words."
     made = [i for i in items if not i['reason']]
     reasons = Counter(i['reason'] for i in items if i['reason'])
     if not made: raise ValueError(f'nothing is left of {len(items)} prompts: {dict(reasons)}')

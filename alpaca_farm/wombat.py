@@ -29,7 +29,7 @@ class WombatConfig(ApiConfig):
     Settings:
       out : run folder (default: runs/wombat)
       candidates : runs or files with the models' answers (default: ['runs/candidates'])
-      columns : names of columns: ours, equals sign, yours (default: )
+      columns : names of columns, as in instruction=question,output=answer (default: )
       max_instances : use only the first n prompts; 0: all (default: 800)
       rater : model behind base_url that rates; empty: scores of the files, or none (default: )
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
@@ -38,7 +38,7 @@ class WombatConfig(ApiConfig):
     # runs or files with the models' answers
     candidates: Annotated[list[str], Reads(('candidates', 'preferences', 'outputs'))] = field(
         default_factory=lambda: ['runs/candidates'])
-    columns: str = ''           # names of columns: ours, equals sign, yours
+    columns: str = ''  # names of columns, as in instruction=question,output=answer
     max_instances: Count = 800  # use only the first n prompts; 0: all
     rater: str = ''  # model behind base_url that rates; empty: scores of the files, or none
 
@@ -116,7 +116,7 @@ def rate(
     client: ApiClient,   # of the rater
     cfg: WombatConfig,
 ) -> list[dict]:
-    """Give queries `scores` by the rater, and leave out those whose rating cannot be read.
+    """Give queries `scores` by the rater, and leave out queries whose rating cannot be read.
 
     Parameters:
       client : of the rater
