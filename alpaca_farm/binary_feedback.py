@@ -62,7 +62,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
       save_every : steps between saved policies model-<step>/; 0: none (default: 0)
       annotators : judges of the final answers on val; empty: none (default: runs/world/pool.json)
       val_split : split that they answer; empty: none (default: val)
-      val_instances : use only its first n prompts; 0: all (default: 150)
+      val_instances : use only its first n requests; 0: all (default: 150)
       max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
       max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
@@ -92,7 +92,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
     annotators: Judge = 'runs/world/pool.json'  # judges of the final answers on val; empty: none
     val_split: str = 'val'                   # split that they answer; empty: none
-    val_instances: Count = 150               # use only its first n prompts; 0: all
+    val_instances: Count = 150               # use only its first n requests; 0: all
 
 # %% ../nbs/binary_feedback.ipynb #eab7b360
 GOOD = '<good>'

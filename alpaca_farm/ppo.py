@@ -137,23 +137,23 @@ def _grpo(group): return _above_mean(group) * (1 / (group.std(1, keepdim=True) +
 ADVANTAGES = {
     'gae': Advantage('a value model (Schulman et al., 2016)', value_model=True),
     'reinforce++': Advantage('the mean of the step (Hu, 2025)'),
-    'rloo': Advantage('the other answers to the prompt (Ahmadian et al., 2024, eq. 8)', _rloo),
-    'grpo': Advantage('all answers to the prompt, in units of their spread '
+    'rloo': Advantage('the other answers to the request (Ahmadian et al., 2024, eq. 8)', _rloo),
+    'grpo': Advantage('all answers to the request, in units of their spread '
                       '(Shao et al., 2024, eq. 21)', _grpo, divides=True),
-    'dr_grpo': Advantage('all answers to the prompt (Liu et al., 2025)', _above_mean),
+    'dr_grpo': Advantage('all answers to the request (Liu et al., 2025)', _above_mean),
 }
 
 # %% ../nbs/ppo.ipynb #b7b1a537
 def group_advantages(
-    totals,     # (B,) sum of each answer's rewards; answers to one prompt are adjacent
-    size: int,  # answers to each prompt, G
+    totals,     # (B,) sum of each answer's rewards; answers to one request are adjacent
+    size: int,  # answers to each request, G
     kind: str | Advantage,  # or a name of `ADVANTAGES`; it compares the answers of a group
 ):  # (B,)
-    """Compare each answer with the group of its prompt; equal rewards give exactly 0.
+    """Compare each answer with the group of its request; equal rewards give exactly 0.
 
     Parameters:
-      totals : (B,) sum of each answer's rewards; answers to one prompt are adjacent
-      size : answers to each prompt, G
+      totals : (B,) sum of each answer's rewards; answers to one request are adjacent
+      size : answers to each request, G
       kind : or a name of `ADVANTAGES`; it compares the answers of a group
     """
     group = totals.view(-1, size)
@@ -174,14 +174,13 @@ class PPOConfig(OnlineConfig):
       temperature : of samples and of the log-probs that are compared (default: by size, 1.0 for a
         toy, 0.8 for a large model)
       steps : rollouts, each followed by its updates (default: 48)
-      advantage : baseline of the rewards, a name of the table: gae: a value model (Schulman et al.,
-        2016); reinforce++: the mean of the step (Hu, 2025); rloo: the other answers to the prompt
-        (Ahmadian et al., 2024, eq. 8); grpo: all answers to the prompt, in units of their spread
-        (Shao et al., 2024, eq. 21); dr_grpo: all answers to the prompt (Liu et al., 2025) (default:
-        gae)
-      advantage_function : module:function of rewards (prompts, G), or of an Advantage, in place of
-        advantage (default: )
-      group_size : where other answers are the baseline: answers a prompt (default: 4)
+      advantage : baseline of the rewards, by its name in ADVANTAGES: gae: a value model (Schulman
+        et al., 2016); reinforce++: the mean of the step (Hu, 2025); rloo: the other answers to the
+        request (Ahmadian et al., 2024, eq. 8); grpo: all answers to the request, in units of their
+        spread (Shao et al., 2024, eq. 21); dr_grpo: all answers to the request (Liu et al., 2025)
+        (default: gae)
+      advantage_function : your own advantage instead, as my_module:my_advantage (default: )
+      group_size : where other answers are the baseline: answers to a request (default: 4)
       average : what weighs the same in the loss: each token of a step, or each answer, whatever its
         length (default: token)
       ppo_epochs : passes over each step's answers (default: 2)
@@ -217,11 +216,11 @@ class PPOConfig(OnlineConfig):
     out: str = 'runs/ppo'                  # run folder
     temperature: Scale = by_size(1., .8)   # of samples and of the log-probs that are compared
     steps: Positive = 48                   # rollouts, each followed by its updates
-    # baseline of the rewards, a name of the table
+    # baseline of the rewards, by its name in ADVANTAGES
     advantage: Annotated[Literal[*ADVANTAGES], Rows(ADVANTAGES)] = 'gae'
-    # module:function of rewards (prompts, G), or of an Advantage, in place of advantage
+    # your own advantage instead, as my_module:my_advantage
     advantage_function: Annotated[str, Reads()] = ''
-    group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers a prompt
+    group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers to a request
     # what weighs the same in the loss: each token of a step, or each answer, whatever its length
     average: Literal['token', 'answer'] = 'token'
     ppo_epochs: Positive = 2               # passes over each step's answers
@@ -255,7 +254,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def group(self) -> int:
-        "Answers to each prompt of a rollout."
+        "Answers to each request of a rollout."
         return self.group_size if advantage_of(self).of_group else 1
 
 # %% ../nbs/ppo.ipynb #7d65fd26
@@ -452,14 +451,14 @@ def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) ->
 
 # %% ../nbs/ppo.ipynb #1f2a4af0
 def rollout_indices(
-    n: int,     # prompts there are
+    n: int,     # requests there are
     step: int,  # from 1
     cfg: PPOConfig,
 ) -> list[int]:
-    """List the prompt of each row of a step; rows of the same prompt are adjacent.
+    """List the request of each row of a step; rows of the same request are adjacent.
 
     Parameters:
-      n : prompts there are
+      n : requests there are
       step : from 1
     """
     return np.repeat(prompt_indices(n, step, cfg, cfg.rollouts // cfg.group), cfg.group).tolist()

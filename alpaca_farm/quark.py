@@ -45,7 +45,7 @@ class QuarkConfig(OnlineConfig):
       policy : the initial policy, which is also the reference (default: runs/sft)
       data : dataset folder with prompts (default: runs/world)
       annotators : judge whose labels choose the checkpoint; empty for the last (default: )
-      num_quantiles : quantiles the pool is cut into, K (default: 4)
+      num_quantiles : quantiles that the data pool is cut into, K (default: 4)
       best_quantile_only : learn from the best quantile only, without tokens (default: True)
       clear_pool : discard the answers of earlier rollouts (default: True)
       token_times : copies of a reward token in a prompt (default: 8)
@@ -72,7 +72,7 @@ class QuarkConfig(OnlineConfig):
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/quark'                   # run folder
-    num_quantiles: Annotated[int, Ge(2)] = 4  # quantiles the pool is cut into, K
+    num_quantiles: Annotated[int, Ge(2)] = 4  # quantiles that the data pool is cut into, K
     best_quantile_only: bool = True           # learn from the best quantile only, without tokens
     clear_pool: bool = True                   # discard the answers of earlier rollouts
     token_times: Positive = 8                 # copies of a reward token in a prompt

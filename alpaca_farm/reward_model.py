@@ -219,7 +219,7 @@ def load_preference_pairs(run) -> tuple[dict, list[dict], int]:
     rows, held_out = hold_out(records, cfg.held_out, cfg.seed)
     learn = [records[i] for i in rows]
     apart = [records[i] for i in held_out]
-    if not apart: raise ValueError(f'{cfg.preferences}: too few prompts to hold a pair out')
+    if not apart: raise ValueError(f'{cfg.preferences}: too few requests to hold a pair out')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, learn, apart)
     how = ('output_1', 'output_2'), tokenizer, cfg.max_length, cfg.template, True

@@ -44,10 +44,10 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
       reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
       policy : where training starts, and the reference (default: runs/sft)
       candidates : runs or files; empty for the policy's own only (default: runs/candidates)
-      sources : use only candidates from these; empty: all (default: [])
+      sources : use only these models' candidates; empty: all (default: [])
       k : candidates of a query: the first k different ones that fit (default: 12)
-      n : how many of them the policy generates (default: 0)
-      decoding : how it generates them (default: sample)
+      n : how many of the candidates the policy generates (default: 0)
+      decoding : how the policy generates candidates (default: sample)
       groups : beam: groups the n beams are split into; diverse beams with 2 or more (default: 1)
       diversity_penalty : beam: nats for each earlier group that chose the token (default: 1.0)
       refresh_every : steps between new candidates of the policy; 0: never (default: 0)
@@ -83,10 +83,10 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     policy: SizedModel = 'runs/sft'          # where training starts, and the reference
     # runs or files; empty for the policy's own only
     candidates: Annotated[str | list[str], Reads(('candidates',))] = 'runs/candidates'
-    sources: list[str] = field(default_factory=list)  # use only candidates from these; empty: all
+    sources: list[str] = field(default_factory=list)  # use only these models' candidates; empty: all
     k: Annotated[int, Ge(2)] = 12  # candidates of a query: the first k different ones that fit
-    n: Count = 0                             # how many of them the policy generates
-    decoding: Literal['sample', 'beam'] = 'sample'  # how it generates them
+    n: Count = 0                             # how many of the candidates the policy generates
+    decoding: Literal['sample', 'beam'] = 'sample'  # how the policy generates candidates
     groups: Positive = 1  # beam: groups the n beams are split into; diverse beams with 2 or more
     diversity_penalty: Amount = 1.0  # beam: nats for each earlier group that chose the token
     refresh_every: Count = 0  # steps between new candidates of the policy; 0: never
