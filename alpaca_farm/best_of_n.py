@@ -194,7 +194,7 @@ def _served_answers(
 
 # %% ../nbs/best_of_n.ipynb #b5260a28
 def _kl_figures(candidates: list[dict]) -> dict[str, float]:
-    "Compute the KL of samples from the reference policy, in nats an answer."
+    "Compute the KL of samples from the reference policy, in nats per answer."
     ratios = [mean(c['log_ratio']) for c in candidates]
     figures = dict(kl=mean(ratios))
     if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)

@@ -96,16 +96,16 @@ def token_rewards(
 # %% ../nbs/ppo.ipynb #d55482ca
 def steer_kl_coef(
     kl_coef: float,  # beta of this step
-    kl: float,       # of this step's answers to the reference, nats an answer
-    target: float,   # nats an answer
+    kl: float,       # of this step's answers to the reference, nats per answer
+    target: float,   # nats per answer
     k_beta: float,   # share of the relative error, at most 20 %, by which beta changes
 ) -> float:  # beta of the next step
     """Raise beta above the target KL, lower it below (Ziegler et al., 2019, section 2.2).
 
     Parameters:
       kl_coef : beta of this step
-      kl : of this step's answers to the reference, nats an answer
-      target : nats an answer
+      kl : of this step's answers to the reference, nats per answer
+      target : nats per answer
       k_beta : share of the relative error, at most 20 %, by which beta changes
     Returns: beta of the next step
     """
@@ -187,7 +187,7 @@ class PPOConfig(OnlineConfig):
       batch_size : answers per optimiser step (default: 96)
       kl_coef : weight of the KL penalty, beta (default: by size, 0.2 for a toy, 0.05 for a large
         model)
-      target_kl : KL that beta is steered to, nats an answer; 0: beta is fixed (default: 0.0)
+      target_kl : KL that beta is steered to, nats per answer; 0: beta is fixed (default: 0.0)
       k_beta : how fast beta is steered (default: 0.1)
       kl_kind : estimate of the KL per token (default: k1)
       clip : clip range of a token's ratio, epsilon (default: 0.2)
@@ -226,7 +226,7 @@ class PPOConfig(OnlineConfig):
     ppo_epochs: Positive = 2               # passes over each step's answers
     batch_size: Positive = 96              # answers per optimiser step
     kl_coef: Amount = by_size(.2, .05)     # weight of the KL penalty, beta
-    target_kl: Amount = 0.0     # KL that beta is steered to, nats an answer; 0: beta is fixed
+    target_kl: Amount = 0.0     # KL that beta is steered to, nats per answer; 0: beta is fixed
     k_beta: Share = 0.1                    # how fast beta is steered
     kl_kind: Literal[*KL_KINDS] = 'k1'     # estimate of the KL per token
     clip: Scale = 0.2                      # clip range of a token's ratio, epsilon
@@ -366,7 +366,7 @@ def experience(
     # 1. log-probs of the policy that sampled, and values
     if kind.divides and cfg.kl_coef: batch = {k: v for k, v in batch.items() if k != 'old_logp'}
     logp, old_values = evaluate(policy, value, batch, cfg)
-    # 2. KL to the reference; without a penalty it is only watched, on a quarter of the answers
+    # 2. KL from the reference; without a penalty it is only watched, on a quarter of the answers
     watched = len(scores)
     if not cfg.kl_coef: watched = max(-(-watched // 4), rank()[1])   # at least one a process
     part = {k: v[:watched] for k, v in batch.items()}

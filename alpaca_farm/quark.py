@@ -52,8 +52,8 @@ class QuarkConfig(OnlineConfig):
       jitter : noise of the tokens' initial embeddings, in sd of the others (default: 3.0)
       updates : optimiser steps after each rollout (default: 8)
       batch_size : answers per optimiser step (default: 64)
-      kl_coef : weight of the exact KL to the reference, beta (default: by size, 0.3 for a toy, 0.05
-        for a large model)
+      kl_coef : weight of the exact KL from the reference, beta (default: by size, 0.3 for a toy,
+        0.05 for a large model)
       entropy_coef : weight of the entropy bonus, alpha (default: 0.0)
       steps : rollouts, each followed by its updates (default: 8)
       rollouts : answers per step (default: 512)
@@ -79,7 +79,7 @@ class QuarkConfig(OnlineConfig):
     jitter: Amount = 3.0  # noise of the tokens' initial embeddings, in sd of the others
     updates: Positive = 8                     # optimiser steps after each rollout
     batch_size: Positive = 64                 # answers per optimiser step
-    kl_coef: Amount = by_size(.3, .05)        # weight of the exact KL to the reference, beta
+    kl_coef: Amount = by_size(.3, .05)        # weight of the exact KL from the reference, beta
     entropy_coef: Amount = 0.0                # weight of the entropy bonus, alpha
     steps: Positive = 8                       # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 512     # answers per step
@@ -185,7 +185,7 @@ def token_terms(
     ref_logits,  # (N, V) of the reference
     tokens,      # (N,) sampled
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # (N,) each
-    """Compute each token's log-prob, KL to the reference and entropy; all differentiable.
+    """Compute each token's log-prob, KL from the reference and entropy; all differentiable.
 
     Parameters:
       logits : (N, V) of the policy
@@ -244,7 +244,7 @@ def response_terms(
 # %% ../nbs/quark.ipynb #2eadb130
 def quark_loss(
     logp,                   # (B, T) log-probs of the tokens
-    kl,                     # (B, T) exact KL to the reference
+    kl,                     # (B, T) exact KL from the reference
     entropy,                # (B, T)
     mask,                   # (B, T) response tokens
     kl_coef: float = .05,   # beta
@@ -254,7 +254,7 @@ def quark_loss(
 
     Parameters:
       logp : (B, T) log-probs of the tokens
-      kl : (B, T) exact KL to the reference
+      kl : (B, T) exact KL from the reference
       entropy : (B, T)
       mask : (B, T) response tokens
       kl_coef : beta
