@@ -44,7 +44,7 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
         )
       reward_model : a checkpoint, "module:function", a list, or empty (default: runs/reward_model)
       data : dataset folder, file or hub name with requests (default: runs/world)
-      columns : names of columns, as in instruction=question,output=answer (default: )
+      columns : names of your columns, where they are not ours (see data.md) (default: )
       split : split whose requests are answered (default: eval)
       n : samples for each request (default: 16)
       samples : run of best_of_n, with the same policy, whose samples are used; empty: none
@@ -71,7 +71,7 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     reward_model: Annotated[str | list[str], MODEL] = 'runs/reward_model'
     # dataset folder, file or hub name with requests
     data: Annotated[Named, Reads(splits=('split',))] = 'runs/world'
-    columns: str = ''  # names of columns, as in instruction=question,output=answer
+    columns: str = ''  # names of your columns, where they are not ours (see data.md)
     split: str = 'eval'          # split whose requests are answered
     n: Positive = 16             # samples for each request
     # run of best_of_n, with the same policy, whose samples are used; empty: none

@@ -40,7 +40,7 @@ class RewardModelConfig(TrainConfig):
     Settings:
       out : run folder (default: runs/reward_model)
       preferences : a run of annotators, a file or a hub dataset (default: runs/annotators)
-      columns : names of columns, as in instruction=question,output=answer (default: )
+      columns : names of your columns, where they are not ours (see data.md) (default: )
       policy : policy whose trunk initialises the model (default: runs/sft)
       head : the fresh head: zero, or normal for N(0, 1/(d+1)) (default: zero)
       likelihood : weight of the answer's log-likelihood in its score; 0: none (default: by size,
@@ -66,7 +66,7 @@ class RewardModelConfig(TrainConfig):
     """
     out: str = 'runs/reward_model'            # run folder
     preferences: Pairs = 'runs/annotators'    # a run of annotators, a file or a hub dataset
-    columns: str = ''   # names of columns, as in instruction=question,output=answer
+    columns: str = ''   # names of your columns, where they are not ours (see data.md)
     policy: SizedModel = 'runs/sft'                # policy whose trunk initialises the model
     head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
     # weight of the answer's log-likelihood in its score; 0: none

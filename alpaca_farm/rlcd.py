@@ -188,7 +188,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
       task : name of a task in nbs/recipes/tasks, or a YAML file (default: world)
       data : dataset folder, file or hub name with requests (default: runs/world)
       split : split with the requests (default: preference)
-      columns : names of columns, as in instruction=question,output=answer (default: )
+      columns : names of your columns, where they are not ours (see data.md) (default: )
       max_instances : use only the first n requests; 0: all (default: 0)
       policy : model that writes and judges (default: runs/dialogue_world)
       served : model behind base_url that writes and judges instead; policy is empty then (default:
@@ -212,7 +212,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
     # dataset folder, file or hub name with requests
     data: Annotated[Named, Reads(splits=('split',))] = 'runs/world'
     split: str = 'preference'                 # split with the requests
-    columns: str = ''  # names of columns, as in instruction=question,output=answer
+    columns: str = ''  # names of your columns, where they are not ours (see data.md)
     max_instances: Count = 0                  # use only the first n requests; 0: all
     # model that writes and judges
     policy: Annotated[str, MODEL, SIZES] = 'runs/dialogue_world'

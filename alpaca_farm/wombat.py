@@ -29,7 +29,7 @@ class WombatConfig(ApiConfig):
     Settings:
       out : run folder (default: runs/wombat)
       candidates : runs or files with the models' answers (default: ['runs/candidates'])
-      columns : names of columns, as in instruction=question,output=answer (default: )
+      columns : names of your columns, where they are not ours (see data.md) (default: )
       max_instances : use only the first n requests; 0: all (default: 800)
       rater : model behind base_url that rates; empty: scores of the files, or none (default: )
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
@@ -38,7 +38,7 @@ class WombatConfig(ApiConfig):
     # runs or files with the models' answers
     candidates: Annotated[list[str], Reads(('candidates', 'preferences', 'outputs'))] = field(
         default_factory=lambda: ['runs/candidates'])
-    columns: str = ''  # names of columns, as in instruction=question,output=answer
+    columns: str = ''  # names of your columns, where they are not ours (see data.md)
     max_instances: Count = 800  # use only the first n requests; 0: all
     rater: str = ''  # model behind base_url that rates; empty: scores of the files, or none
 
