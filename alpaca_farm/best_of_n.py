@@ -43,15 +43,15 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
       system : message to a served model before each prompt: how long to be, for instance (default:
         )
       reward_model : a checkpoint, "module:function", a list, or empty (default: runs/reward_model)
-      data : dataset folder, file or hub name with instructions (default: runs/world)
-      columns : names of columns: ours, equals sign, yours (default: )
-      split : split whose instructions are answered (default: eval)
-      n : samples for each instruction (default: 16)
+      data : dataset folder, file or hub name with requests (default: runs/world)
+      columns : names of your columns, where they are not ours (see data.md) (default: )
+      split : split whose requests are answered (default: eval)
+      n : samples for each request (default: 16)
       samples : run of best_of_n, with the same policy, whose samples are used; empty: none
         (default: )
-      skip : leave out the first n instructions (default: 0)
+      skip : leave out the first n requests (default: 0)
       max_instances : use only the first n of the rest; 0: all (default: 0)
-      chunk : instructions between checkpoints (default: 128)
+      chunk : requests between checkpoints (default: 128)
       reference : reference policy, from which the KL of the samples is measured, without rewards;
         empty: none (default: )
       max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
@@ -69,16 +69,16 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     system: str = ''  # message to a served model before each prompt: how long to be, for instance
     # a checkpoint, "module:function", a list, or empty
     reward_model: Annotated[str | list[str], MODEL] = 'runs/reward_model'
-    # dataset folder, file or hub name with instructions
+    # dataset folder, file or hub name with requests
     data: Annotated[Named, Reads(splits=('split',))] = 'runs/world'
-    columns: str = ''            # names of columns: ours, equals sign, yours
-    split: str = 'eval'          # split whose instructions are answered
-    n: Positive = 16             # samples for each instruction
+    columns: str = ''  # names of your columns, where they are not ours (see data.md)
+    split: str = 'eval'          # split whose requests are answered
+    n: Positive = 16             # samples for each request
     # run of best_of_n, with the same policy, whose samples are used; empty: none
     samples: Annotated[str, Reads(('candidates',))] = ''
-    skip: Count = 0              # leave out the first n instructions
+    skip: Count = 0              # leave out the first n requests
     max_instances: Count = 0     # use only the first n of the rest; 0: all
-    chunk: Positive = 128        # instructions between checkpoints
+    chunk: Positive = 128        # requests between checkpoints
     # reference policy, from which the KL of the samples is measured, without rewards; empty: none
     reference: Annotated[str, MODEL] = ''
 
@@ -134,12 +134,12 @@ def choose_best(
 def _between(records: list[dict], cfg: BestOfNConfig) -> list[dict]:
     "Select the records between `skip` and `max_instances`; ValueError when none are left."
     some = records[cfg.skip:][:cfg.max_instances or None]
-    if not some: raise ValueError(f'skip = {cfg.skip}: there are only {len(records)} instructions')
+    if not some: raise ValueError(f'skip = {cfg.skip}: there are only {len(records)} requests')
     return some
 
 # %% ../nbs/best_of_n.ipynb #e860c5fe
 def _stored_samples(run) -> list[dict]:
-    "Read the first n samples of each instruction of another run; ValueError if sampled otherwise."
+    "Read the first n samples of each request of another run; ValueError if sampled otherwise."
     cfg = run.cfg
     theirs = run_config(cfg.samples).get('settings', {})   # empty where they are not of a run
     run.adjust({k: theirs[k] for k in cfg.left_open if k in theirs})
@@ -152,7 +152,7 @@ def _stored_samples(run) -> list[dict]:
     stored = _between(load_records(cfg.samples, 'candidates', 'candidates'), cfg)
     fewest = min(len(c['output']) for c in stored)
     if fewest < cfg.n:
-        raise ValueError(f'n = {cfg.n}, but {cfg.samples} has only {fewest} of an instruction')
+        raise ValueError(f'n = {cfg.n}, but {cfg.samples} has only {fewest} of a request')
     first = []
     for c in stored:
         if not c.get('ended'): c = dict(c, ended=[True] * len(c['output']))
@@ -175,7 +175,7 @@ def served_prompt(record: dict, cfg: BestOfNConfig) -> str | list[dict]:
 
 def _served_answers(
     writer: ServedWriter,
-    records: list[dict],   # with an instruction or a dialogue
+    records: list[dict],   # with a request or a dialogue
     cfg: BestOfNConfig,    # its n, system and template
 ) -> list[dict]:
     "Sample n answers to each record from an endpoint; a record that is refused is left out."
@@ -194,7 +194,7 @@ def _served_answers(
 
 # %% ../nbs/best_of_n.ipynb #b5260a28
 def _kl_figures(candidates: list[dict]) -> dict[str, float]:
-    "Compute the KL of samples from the reference policy, in nats an answer."
+    "Compute the KL of samples from the reference policy, in nats per answer."
     ratios = [mean(c['log_ratio']) for c in candidates]
     figures = dict(kl=mean(ratios))
     if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)
@@ -250,7 +250,7 @@ def run(cfg: BestOfNConfig, run: Run):
 
     candidates = in_chunks(run, fit, chunk, make,
                            lambda new: dict(samples=len(new) * cfg.n))
-    if not candidates: raise ValueError('there is no answer to any instruction')
+    if not candidates: raise ValueError('there is no answer to any request')
     outputs = [dict(r, generator=run.folder.name) for r in choose_best(candidates)]
     run.write('candidates.json', candidates)
     run.write('outputs.json', outputs)

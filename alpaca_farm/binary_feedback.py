@@ -62,7 +62,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
       save_every : steps between saved policies model-<step>/; 0: none (default: 0)
       annotators : judges of the final answers on val; empty: none (default: runs/world/pool.json)
       val_split : split that they answer; empty: none (default: val)
-      val_instances : use only its first n prompts; 0: all (default: 150)
+      val_instances : use only its first n requests; 0: all (default: 150)
       max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
       max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
@@ -92,7 +92,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
     annotators: Judge = 'runs/world/pool.json'  # judges of the final answers on val; empty: none
     val_split: str = 'val'                   # split that they answer; empty: none
-    val_instances: Count = 150               # use only its first n prompts; 0: all
+    val_instances: Count = 150               # use only its first n requests; 0: all
 
 # %% ../nbs/binary_feedback.ipynb #eab7b360
 GOOD = '<good>'
@@ -126,7 +126,7 @@ def _training_examples(rated: list[dict], method: str) -> list[tuple[int, str, f
 
 # %% ../nbs/binary_feedback.ipynb #eccfd342
 def _load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], int]:
-    "Load rated outputs to learn from, those held out, and how many labels are trained on."
+    "Load rated outputs to learn from and held-out ones, and count the labels trained on."
     records = load_records(cfg.preferences, 'preferences', ('preference', 'output'),
                            cfg.max_instances, cfg.columns)
     if 'preference' not in records[0]: answer_labels(records, cfg.preferences)
@@ -143,14 +143,14 @@ def _load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], i
 def label_accuracy(
     score,           # (N,) of each answer
     good,            # (N,) its label, from 0 to 1
-    question: list,  # what it answers
+    question: list,  # the request that it answers
 ) -> float:
-    """Compute how often the better of two answers to a question scores higher; nan without pairs.
+    """Compute how often the better of two answers to a request scores higher; nan without pairs.
 
     Parameters:
       score : (N,) of each answer
       good : (N,) its label, from 0 to 1
-      question : what it answers
+      question : the request that it answers
     """
     rows_of = {}
     for i, q in enumerate(question): rows_of.setdefault(q, []).append(i)
@@ -180,7 +180,7 @@ def _compare_on_val(
     policies: dict[str, Policy],   # that are prompted with a token, by its name
     plain: Policy,                 # without a token
     reference: Policy,
-    judge,             # annotator or pool, or None
+    judge,             # or pool, or None
     run,
 ) -> dict[str, float]:  # percent, with standard errors
     "Answer the val split, into said.json, and judge the policy, and `<good>` against `<bad>`."

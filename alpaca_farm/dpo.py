@@ -32,9 +32,9 @@ from .train.trainer import HeldOutConfig, Trainer
 class Loss:
     "One loss of labelled answers."
     text: str                 # what it is, for `--help`
-    # from margins (B,), beta and its settings to as many losses; None: `dpo_step` computes it
+    # function of margins (B,), beta and settings, which returns losses (B,); None: `dpo_step`'s own
     of_margin: Callable | None = None
-    settings: tuple = ()      # those that it reads besides beta
+    settings: tuple = ()      # the settings that it reads besides beta
     mean: bool = False        # of the log-probs of tokens, without a reference, is the margin
 
 # %% ../nbs/dpo.ipynb #2486b9cb
@@ -91,14 +91,14 @@ def dpo_loss(
 
 # %% ../nbs/dpo.ipynb #498ea2a0
 def simpo_loss(
-    lead,                # (B,) mean log-prob of the preferred answer's tokens minus the other's
+    lead,                # (B,) mean log-prob of the preferred answer's tokens minus the other answer's
     beta: float = 2.0,           # the paper's are 2 to 10
     target_margin: float = 1.0,  # gamma, the lead required of the preferred answer
 ):  # (B,)
     """Compute SimPO's loss of each pair in nats (Meng et al., 2024, eq. 6).
 
     Parameters:
-      lead : (B,) mean log-prob of the preferred answer's tokens minus the other's
+      lead : (B,) mean log-prob of the preferred answer's tokens minus the other answer's
       beta : the paper's are 2 to 10
       target_margin : gamma, the lead required of the preferred answer
     """
@@ -147,16 +147,15 @@ class DPOConfig(HeldOutConfig, AnswerConfig):
       preferences : a run of annotators, a file or a hub dataset (default: runs/annotators)
       policy : policy to start from, and the reference (default: runs/sft)
       data : dataset whose eval split is answered at the end (default: runs/world)
-      loss_type : loss of labelled answers, a name of the table: sigmoid: DPO's (Rafailov et al.,
+      loss_type : loss of labelled answers, by its name in LOSSES: sigmoid: DPO's (Rafailov et al.,
         2023); cDPO's with label_smoothing; ipo: a margin with a target (Azar et al., 2024); hinge:
         SLiC's (Liu et al., 2024); robust: corrected for flipped labels (Chowdhury et al., 2024);
         simpo: no reference (Meng et al., 2024); kto: single answers (Ethayarajh et al., 2024)
         (default: sigmoid)
-      loss_function : module:function of margins and beta, or of a Loss, in place of loss_type
-        (default: )
+      loss_function : your own loss instead of loss_type, as my_module:my_loss (default: )
       beta : KL weight; 0.1 for ipo, 0.5 for simpo (default: by size, 0.3 for a toy, 0.1 for a large
         model)
-      temperature : of the log-probs: that at which the answers were sampled (default: 1.0)
+      temperature : of the log-probs; take the answers' sampling temperature (default: 1.0)
       label_smoothing : known share of flipped labels, for sigmoid (cDPO) and robust (default: 0.0)
       target_margin : simpo: gamma, the lead required of the chosen answer (default: 1.0)
       desirable_weight : kto: lambda_D, weight of the good answers (default: 1.0)
@@ -186,12 +185,12 @@ class DPOConfig(HeldOutConfig, AnswerConfig):
     policy: SizedModel = 'runs/sft'               # policy to start from, and the reference
     # dataset whose eval split is answered at the end
     data: Annotated[Named, Reads(splits=('eval_split',))] = 'runs/world'
-    # loss of labelled answers, a name of the table
+    # loss of labelled answers, by its name in LOSSES
     loss_type: Annotated[Literal[*LOSSES], Rows(LOSSES)] = 'sigmoid'
-    # module:function of margins and beta, or of a Loss, in place of loss_type
+    # your own loss instead of loss_type, as my_module:my_loss
     loss_function: Annotated[str, Reads()] = ''
     beta: Scale = by_size(.3, .1)            # KL weight; 0.1 for ipo, 0.5 for simpo
-    temperature: Scale = 1.0  # of the log-probs: that at which the answers were sampled
+    temperature: Scale = 1.0  # of the log-probs; take the answers' sampling temperature
     # known share of flipped labels, for sigmoid (cDPO) and robust
     label_smoothing: Annotated[float, Interval(ge=0, lt=.5)] = 0.0
     target_margin: Amount = 1.0              # simpo: gamma, the lead required of the chosen answer
@@ -252,13 +251,13 @@ def _try_loss(cfg: DPOConfig):
 @torch.no_grad()
 def kto_baseline(
     policy: Policy,
-    parts,                    # batches of mismatched answers, which together are those of a step
+    parts,                    # batches of mismatched answers, together the batch of a step
     temperature: float = 1.,  # at which the answers were sampled
 ) -> torch.Tensor:
     """Compute z_0 of a step: the mean log-ratio of mismatched answers, at least 0.
 
     Parameters:
-      parts : batches of mismatched answers, which together are those of a step
+      parts : batches of mismatched answers, together the batch of a step
       temperature : at which the answers were sampled
     """
     ratios = []

@@ -42,10 +42,10 @@ class EvalConfig(ApiConfig, JudgedConfig):
       outputs : runs or files (default: ['runs/dpo', 'runs/ppo'])
       policies : models trained elsewhere, which answer as the reference has (default: [])
       reference : folder or file of answers to compare with (default: runs/references)
-      columns : names of columns: ours, equals sign, yours (default: )
+      columns : names of your columns, where they are not ours (see data.md) (default: )
       annotators : judges, as in `annotators` (default: ['runs/world/held_out_crowd.json',
         'runs/world/pool.json', 'runs/world/gold.json'])
-      weights : annotator, equals sign, weight (default: [])
+      weights : weights of judges: name, equals sign, weight (default: [])
       labels : people's labels of some answers, to correct the first judge (default: )
       max_instances : use only the first n of the reference; 0: all (default: 0)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
@@ -58,11 +58,11 @@ class EvalConfig(ApiConfig, JudgedConfig):
     policies: Outside = field(default_factory=list)
     # folder or file of answers to compare with
     reference: Annotated[str, Reads(('outputs', 'candidates'))] = 'runs/references'
-    columns: str = ''                   # names of columns: ours, equals sign, yours
+    columns: str = ''  # names of your columns, where they are not ours (see data.md)
     # judges, as in `annotators`
     annotators: Annotated[list[str], Len(1), Reads(('preferences', 'model'), role='judge')] = field(
         default_factory=lambda: WORLD)
-    weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
+    weights: list[str] = field(default_factory=list)  # weights of judges: name, equals sign, weight
     # people's labels of some answers, to correct the first judge
     labels: Labels = ''
     max_instances: Count = 0            # use only the first n of the reference; 0: all
@@ -146,7 +146,7 @@ def _write_judge_board(run, judge: str, preferences: dict, methods: dict) -> dic
 # %% ../nbs/eval.ipynb #9dc79a4c
 @makes_run(EvalConfig)
 def run(cfg: EvalConfig, run: Run):
-    "Judge the outputs and write a leaderboard."
+    "Judge the outputs and write a board."
     names = short_names(cfg.annotators)
     policies = _answer_policies(cfg) if cfg.policies else {}
     methods = read_models(cfg, policies)

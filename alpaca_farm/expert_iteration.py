@@ -30,17 +30,18 @@ from .train.preflight import preflight, settle
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
 class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
-    """Settings of expert iteration; those of the optimisation apply to the SFT runs.
+    """Settings of expert iteration; the settings of the optimisation apply to the SFT runs.
 
     Settings:
       out : run folder (default: runs/expert_iteration)
       reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
       policy : where training starts, and the reference of the KL (default: runs/sft)
-      data : dataset folder, file or hub name with prompts (default: runs/world)
-      split : prompts that are answered in training (default: unlabeled)
+      data : dataset folder, file or hub name with requests (default: runs/world)
+      split : requests that are answered in training (default: unlabeled)
       rounds : rounds of best-of-n and imitation (default: 2)
-      n : answers to each prompt, of which the best is imitated (default: 16)
-      max_instances : prompts of a round, new ones in each; fewer if data has too few (default: 600)
+      n : answers to each request, of which the best is imitated (default: 16)
+      max_instances : requests of a round, new ones in each; fewer if data has too few (default:
+        600)
       samples : a run of best_of_n with the answers of round 1; empty to draw them (default: )
       epochs : passes over the winners (default: by size, 3 for a toy, 3 for a large model)
       max_length : tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
@@ -49,7 +50,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
       learning_rate : AdamW's peak learning rate (default: by size, 0.001 for a toy, 2e-05 for a
         large model)
       val_split : split on which each round's policy is scored (default: val)
-      val_instances : use only its first n prompts; 0: all (default: 250)
+      val_instances : use only its first n requests; 0: all (default: 250)
       temperature : of samples, above 0 (default: by size, 1.0 for a toy, 0.8 for a large model)
       max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
@@ -61,12 +62,12 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     """
     out: str = 'runs/expert_iteration'       # run folder
     policy: SizedModel = 'runs/sft'          # where training starts, and the reference of the KL
-    # dataset folder, file or hub name with prompts
+    # dataset folder, file or hub name with requests
     data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
-    split: str = 'unlabeled'                 # prompts that are answered in training
+    split: str = 'unlabeled'                 # requests that are answered in training
     rounds: Positive = 2                     # rounds of best-of-n and imitation
-    n: Annotated[int, Ge(2)] = 16  # answers to each prompt, of which the best is imitated
-    max_instances: Positive = 600  # prompts of a round, new ones in each; fewer if data has too few
+    n: Annotated[int, Ge(2)] = 16  # answers to each request, of which the best is imitated
+    max_instances: Positive = 600  # requests of a round, new ones in each; fewer if data has too few
     # a run of best_of_n with the answers of round 1; empty to draw them
     samples: Annotated[str, Reads(('candidates',))] = ''
     epochs: Positive = by_size(3, 3)         # passes over the winners
@@ -74,7 +75,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     batch_size: Positive = by_size(16, 16)   # winners per optimiser step
     learning_rate: Amount = by_size(1e-3, 2e-5)  # AdamW's peak learning rate
     val_split: str = 'val'                   # split on which each round's policy is scored
-    val_instances: Count = 250               # use only its first n prompts; 0: all
+    val_instances: Count = 250               # use only its first n requests; 0: all
     temperature: Scale = by_size(1., .8)     # of samples, above 0
 
     def __post_init__(self):
@@ -132,10 +133,10 @@ def train(cfg: ExpertIterationConfig, run: Run):
     asked = load_split(cfg, 'split')
     each = len(asked)//cfg.rounds
     if not each: raise ValueError(f'rounds = {cfg.rounds}: {cfg.data}, {cfg.split} has '
-                                  f'{len(asked)} instructions')
+                                  f'{len(asked)} requests')
     if each < cfg.max_instances:
         cfg.max_instances = each
-        tell(f'max_instances {each}: {len(asked)} instructions in {cfg.rounds} rounds')
+        tell(f'max_instances {each}: {len(asked)} requests in {cfg.rounds} rounds')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, asked[:cfg.max_instances], sampled=True)
     run.load()

@@ -96,16 +96,16 @@ def token_rewards(
 # %% ../nbs/ppo.ipynb #d55482ca
 def steer_kl_coef(
     kl_coef: float,  # beta of this step
-    kl: float,       # of this step's answers to the reference, nats an answer
-    target: float,   # nats an answer
+    kl: float,       # of this step's answers to the reference, nats per answer
+    target: float,   # nats per answer
     k_beta: float,   # share of the relative error, at most 20 %, by which beta changes
 ) -> float:  # beta of the next step
     """Raise beta above the target KL, lower it below (Ziegler et al., 2019, section 2.2).
 
     Parameters:
       kl_coef : beta of this step
-      kl : of this step's answers to the reference, nats an answer
-      target : nats an answer
+      kl : of this step's answers to the reference, nats per answer
+      target : nats per answer
       k_beta : share of the relative error, at most 20 %, by which beta changes
     Returns: beta of the next step
     """
@@ -137,23 +137,23 @@ def _grpo(group): return _above_mean(group) * (1 / (group.std(1, keepdim=True) +
 ADVANTAGES = {
     'gae': Advantage('a value model (Schulman et al., 2016)', value_model=True),
     'reinforce++': Advantage('the mean of the step (Hu, 2025)'),
-    'rloo': Advantage('the other answers to the prompt (Ahmadian et al., 2024, eq. 8)', _rloo),
-    'grpo': Advantage('all answers to the prompt, in units of their spread '
+    'rloo': Advantage('the other answers to the request (Ahmadian et al., 2024, eq. 8)', _rloo),
+    'grpo': Advantage('all answers to the request, in units of their spread '
                       '(Shao et al., 2024, eq. 21)', _grpo, divides=True),
-    'dr_grpo': Advantage('all answers to the prompt (Liu et al., 2025)', _above_mean),
+    'dr_grpo': Advantage('all answers to the request (Liu et al., 2025)', _above_mean),
 }
 
 # %% ../nbs/ppo.ipynb #b7b1a537
 def group_advantages(
-    totals,     # (B,) sum of each answer's rewards; answers to one prompt are adjacent
-    size: int,  # answers to each prompt, G
+    totals,     # (B,) sum of each answer's rewards; answers to one request are adjacent
+    size: int,  # answers to each request, G
     kind: str | Advantage,  # or a name of `ADVANTAGES`; it compares the answers of a group
 ):  # (B,)
-    """Compare each answer with the group of its prompt; equal rewards give exactly 0.
+    """Compare each answer with the group of its request; equal rewards give exactly 0.
 
     Parameters:
-      totals : (B,) sum of each answer's rewards; answers to one prompt are adjacent
-      size : answers to each prompt, G
+      totals : (B,) sum of each answer's rewards; answers to one request are adjacent
+      size : answers to each request, G
       kind : or a name of `ADVANTAGES`; it compares the answers of a group
     """
     group = totals.view(-1, size)
@@ -174,21 +174,20 @@ class PPOConfig(OnlineConfig):
       temperature : of samples and of the log-probs that are compared (default: by size, 1.0 for a
         toy, 0.8 for a large model)
       steps : rollouts, each followed by its updates (default: 48)
-      advantage : baseline of the rewards, a name of the table: gae: a value model (Schulman et al.,
-        2016); reinforce++: the mean of the step (Hu, 2025); rloo: the other answers to the prompt
-        (Ahmadian et al., 2024, eq. 8); grpo: all answers to the prompt, in units of their spread
-        (Shao et al., 2024, eq. 21); dr_grpo: all answers to the prompt (Liu et al., 2025) (default:
-        gae)
-      advantage_function : module:function of rewards (prompts, G), or of an Advantage, in place of
-        advantage (default: )
-      group_size : where other answers are the baseline: answers a prompt (default: 4)
+      advantage : baseline of the rewards, by its name in ADVANTAGES: gae: a value model (Schulman
+        et al., 2016); reinforce++: the mean of the step (Hu, 2025); rloo: the other answers to the
+        request (Ahmadian et al., 2024, eq. 8); grpo: all answers to the request, in units of their
+        spread (Shao et al., 2024, eq. 21); dr_grpo: all answers to the request (Liu et al., 2025)
+        (default: gae)
+      advantage_function : your own advantage instead, as my_module:my_advantage (default: )
+      group_size : where other answers are the baseline: answers to a request (default: 4)
       average : what weighs the same in the loss: each token of a step, or each answer, whatever its
         length (default: token)
       ppo_epochs : passes over each step's answers (default: 2)
       batch_size : answers per optimiser step (default: 96)
       kl_coef : weight of the KL penalty, beta (default: by size, 0.2 for a toy, 0.05 for a large
         model)
-      target_kl : KL that beta is steered to, nats an answer; 0: beta is fixed (default: 0.0)
+      target_kl : KL that beta is steered to, nats per answer; 0: beta is fixed (default: 0.0)
       k_beta : how fast beta is steered (default: 0.1)
       kl_kind : estimate of the KL per token (default: k1)
       clip : clip range of a token's ratio, epsilon (default: 0.2)
@@ -217,17 +216,17 @@ class PPOConfig(OnlineConfig):
     out: str = 'runs/ppo'                  # run folder
     temperature: Scale = by_size(1., .8)   # of samples and of the log-probs that are compared
     steps: Positive = 48                   # rollouts, each followed by its updates
-    # baseline of the rewards, a name of the table
+    # baseline of the rewards, by its name in ADVANTAGES
     advantage: Annotated[Literal[*ADVANTAGES], Rows(ADVANTAGES)] = 'gae'
-    # module:function of rewards (prompts, G), or of an Advantage, in place of advantage
+    # your own advantage instead, as my_module:my_advantage
     advantage_function: Annotated[str, Reads()] = ''
-    group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers a prompt
+    group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers to a request
     # what weighs the same in the loss: each token of a step, or each answer, whatever its length
     average: Literal['token', 'answer'] = 'token'
     ppo_epochs: Positive = 2               # passes over each step's answers
     batch_size: Positive = 96              # answers per optimiser step
     kl_coef: Amount = by_size(.2, .05)     # weight of the KL penalty, beta
-    target_kl: Amount = 0.0     # KL that beta is steered to, nats an answer; 0: beta is fixed
+    target_kl: Amount = 0.0     # KL that beta is steered to, nats per answer; 0: beta is fixed
     k_beta: Share = 0.1                    # how fast beta is steered
     kl_kind: Literal[*KL_KINDS] = 'k1'     # estimate of the KL per token
     clip: Scale = 0.2                      # clip range of a token's ratio, epsilon
@@ -255,7 +254,7 @@ class PPOConfig(OnlineConfig):
 
     @property
     def group(self) -> int:
-        "Answers to each prompt of a rollout."
+        "Answers to each request of a rollout."
         return self.group_size if advantage_of(self).of_group else 1
 
 # %% ../nbs/ppo.ipynb #7d65fd26
@@ -288,7 +287,7 @@ def value_model(cfg: PPOConfig, policy: Policy) -> Policy | None:
     if value is None and keep: value = load_scalar(spec, cfg, train=True)
     if value is None: value = load_scalar(cfg.policy, cfg, 'zero', train=True)
     value.std = getattr(value.config, 'reward_std', 1.)
-    if not getattr(value.config, 'likelihood', 0.):   # or it is mainly that of the likelihoods
+    if not getattr(value.config, 'likelihood', 0.):   # or it is mainly the likelihoods' mean
         value.mean = getattr(value.config, 'reward_mean', 0.)
     return value
 
@@ -351,7 +350,7 @@ def experience(
     batch: dict,  # of a rollout
     scores,       # (B,) of its answers
     cfg: PPOConfig,
-    kl_coef: float | None = None,  # beta of this step; None: that of the settings
+    kl_coef: float | None = None,  # beta of this step; None: as the settings say
 ) -> tuple[dict, dict]:  # the batch with what the losses read, and figures over response tokens
     """Turn a scored rollout into advantages and returns.
 
@@ -359,7 +358,7 @@ def experience(
       value : the value model
       batch : of a rollout
       scores : (B,) of its answers
-      kl_coef : beta of this step; None: that of the settings
+      kl_coef : beta of this step; None: as the settings say
     Returns: the batch with what the losses read, and figures over response tokens
     """
     kind = advantage_of(cfg)
@@ -367,7 +366,7 @@ def experience(
     # 1. log-probs of the policy that sampled, and values
     if kind.divides and cfg.kl_coef: batch = {k: v for k, v in batch.items() if k != 'old_logp'}
     logp, old_values = evaluate(policy, value, batch, cfg)
-    # 2. KL to the reference; without a penalty it is only watched, on a quarter of the answers
+    # 2. KL from the reference; without a penalty it is only watched, on a quarter of the answers
     watched = len(scores)
     if not cfg.kl_coef: watched = max(-(-watched // 4), rank()[1])   # at least one a process
     part = {k: v[:watched] for k, v in batch.items()}
@@ -452,14 +451,14 @@ def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) ->
 
 # %% ../nbs/ppo.ipynb #1f2a4af0
 def rollout_indices(
-    n: int,     # prompts there are
+    n: int,     # requests there are
     step: int,  # from 1
     cfg: PPOConfig,
 ) -> list[int]:
-    """List the prompt of each row of a step; rows of the same prompt are adjacent.
+    """List the request of each row of a step; rows of the same request are adjacent.
 
     Parameters:
-      n : prompts there are
+      n : requests there are
       step : from 1
     """
     return np.repeat(prompt_indices(n, step, cfg, cfg.rollouts // cfg.group), cfg.group).tolist()

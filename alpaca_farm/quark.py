@@ -45,15 +45,15 @@ class QuarkConfig(OnlineConfig):
       policy : the initial policy, which is also the reference (default: runs/sft)
       data : dataset folder with prompts (default: runs/world)
       annotators : judge whose labels choose the checkpoint; empty for the last (default: )
-      num_quantiles : quantiles the pool is cut into, K (default: 4)
+      num_quantiles : quantiles that the data pool is cut into, K (default: 4)
       best_quantile_only : learn from the best quantile only, without tokens (default: True)
       clear_pool : discard the answers of earlier rollouts (default: True)
       token_times : copies of a reward token in a prompt (default: 8)
       jitter : noise of the tokens' initial embeddings, in sd of the others (default: 3.0)
       updates : optimiser steps after each rollout (default: 8)
       batch_size : answers per optimiser step (default: 64)
-      kl_coef : weight of the exact KL to the reference, beta (default: by size, 0.3 for a toy, 0.05
-        for a large model)
+      kl_coef : weight of the exact KL from the reference, beta (default: by size, 0.3 for a toy,
+        0.05 for a large model)
       entropy_coef : weight of the entropy bonus, alpha (default: 0.0)
       steps : rollouts, each followed by its updates (default: 8)
       rollouts : answers per step (default: 512)
@@ -72,14 +72,14 @@ class QuarkConfig(OnlineConfig):
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/quark'                   # run folder
-    num_quantiles: Annotated[int, Ge(2)] = 4  # quantiles the pool is cut into, K
+    num_quantiles: Annotated[int, Ge(2)] = 4  # quantiles that the data pool is cut into, K
     best_quantile_only: bool = True           # learn from the best quantile only, without tokens
     clear_pool: bool = True                   # discard the answers of earlier rollouts
     token_times: Positive = 8                 # copies of a reward token in a prompt
     jitter: Amount = 3.0  # noise of the tokens' initial embeddings, in sd of the others
     updates: Positive = 8                     # optimiser steps after each rollout
     batch_size: Positive = 64                 # answers per optimiser step
-    kl_coef: Amount = by_size(.3, .05)        # weight of the exact KL to the reference, beta
+    kl_coef: Amount = by_size(.3, .05)        # weight of the exact KL from the reference, beta
     entropy_coef: Amount = 0.0                # weight of the entropy bonus, alpha
     steps: Positive = 8                       # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 512     # answers per step
@@ -113,7 +113,7 @@ def quantiles(
 @dataclass
 class DataPool:
     "Scored answers of one rollout or of several, on the CPU."
-    tokens: torch.Tensor    # ids of all answers, one answer behind the other
+    tokens: torch.Tensor    # ids of all answers, in a row
     lengths: torch.Tensor   # (N,) tokens of each answer
     prompts: torch.Tensor   # (N,) number of each answer's prompt
     scores: torch.Tensor    # (N,)
@@ -142,7 +142,7 @@ def rollout_pool(
 # %% ../nbs/quark.ipynb #ccc46a53
 @patch
 def joined(self: DataPool, other: DataPool) -> DataPool:
-    "Put the answers of another pool behind those of this one."
+    "Put the answers of another data pool behind its own."
     return DataPool(*(torch.cat(parts) for parts in zip(vars(self).values(), vars(other).values())))
 
 # %% ../nbs/quark.ipynb #cb9bf862
@@ -185,7 +185,7 @@ def token_terms(
     ref_logits,  # (N, V) of the reference
     tokens,      # (N,) sampled
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # (N,) each
-    """Compute each token's log-prob, KL to the reference and entropy; all differentiable.
+    """Compute each token's log-prob, KL from the reference and entropy; all differentiable.
 
     Parameters:
       logits : (N, V) of the policy
@@ -244,7 +244,7 @@ def response_terms(
 # %% ../nbs/quark.ipynb #2eadb130
 def quark_loss(
     logp,                   # (B, T) log-probs of the tokens
-    kl,                     # (B, T) exact KL to the reference
+    kl,                     # (B, T) exact KL from the reference
     entropy,                # (B, T)
     mask,                   # (B, T) response tokens
     kl_coef: float = .05,   # beta
@@ -254,7 +254,7 @@ def quark_loss(
 
     Parameters:
       logp : (B, T) log-probs of the tokens
-      kl : (B, T) exact KL to the reference
+      kl : (B, T) exact KL from the reference
       entropy : (B, T)
       mask : (B, T) response tokens
       kl_coef : beta

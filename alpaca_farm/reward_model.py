@@ -40,7 +40,7 @@ class RewardModelConfig(TrainConfig):
     Settings:
       out : run folder (default: runs/reward_model)
       preferences : a run of annotators, a file or a hub dataset (default: runs/annotators)
-      columns : names of columns: ours, equals sign, yours (default: )
+      columns : names of your columns, where they are not ours (see data.md) (default: )
       policy : policy whose trunk initialises the model (default: runs/sft)
       head : the fresh head: zero, or normal for N(0, 1/(d+1)) (default: zero)
       likelihood : weight of the answer's log-likelihood in its score; 0: none (default: by size,
@@ -60,13 +60,13 @@ class RewardModelConfig(TrainConfig):
       batch_size : pairs per optimiser step (default: by size, 16 for a toy, 16 for a large model)
       learning_rate : AdamW's peak learning rate (default: by size, 0.0005 for a toy, 5e-06 for a
         large model)
-      head_learning_rate : that of the head; 0: learning_rate (default: 0.0)
+      head_learning_rate : peak learning rate of the head; 0: learning_rate (default: 0.0)
       lr_schedule : how the learning rate falls (default: linear)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/reward_model'            # run folder
     preferences: Pairs = 'runs/annotators'    # a run of annotators, a file or a hub dataset
-    columns: str = ''                         # names of columns: ours, equals sign, yours
+    columns: str = ''   # names of your columns, where they are not ours (see data.md)
     policy: SizedModel = 'runs/sft'                # policy whose trunk initialises the model
     head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
     # weight of the answer's log-likelihood in its score; 0: none
@@ -85,7 +85,7 @@ class RewardModelConfig(TrainConfig):
     flip_rate: Annotated[float, Interval(ge=0, lt=.5)] = 0.0  # known share of flipped labels
     batch_size: Positive = by_size(16, 16)    # pairs per optimiser step
     learning_rate: Amount = by_size(5e-4, 5e-6)  # AdamW's peak learning rate
-    head_learning_rate: Amount = 0.0          # that of the head; 0: learning_rate
+    head_learning_rate: Amount = 0.0          # peak learning rate of the head; 0: learning_rate
     lr_schedule: Schedule = 'linear'          # how the learning rate falls
 
     def __post_init__(self):
@@ -96,7 +96,7 @@ class RewardModelConfig(TrainConfig):
 
 # %% ../nbs/reward_model.ipynb #46c555b2
 def _label_chance(
-    lead,                   # score of one answer minus the other's
+    lead,                   # score of the first answer minus the second answer's
     flip_rate: float = 0.,  # epsilon, below 0.5
 ) -> torch.Tensor:
     "Compute P(label prefers the first answer), flips included (Patrini et al., 2017)."
@@ -219,7 +219,7 @@ def load_preference_pairs(run) -> tuple[dict, list[dict], int]:
     rows, held_out = hold_out(records, cfg.held_out, cfg.seed)
     learn = [records[i] for i in rows]
     apart = [records[i] for i in held_out]
-    if not apart: raise ValueError(f'{cfg.preferences}: too few prompts to hold a pair out')
+    if not apart: raise ValueError(f'{cfg.preferences}: too few requests to hold a pair out')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, learn, apart)
     how = ('output_1', 'output_2'), tokenizer, cfg.max_length, cfg.template, True
@@ -246,7 +246,7 @@ def _accuracies(
     lead,               # (N,) score of the second answer minus the first's
     pairs: list[dict],  # N preference records
 ) -> dict[str, float]:  # with 95 % intervals
-    "Compute the agreement with labels and with the annotators' majority, and the labels' ceiling."
+    "Compute the agreement with labels and with the judges' majority, and the labels' ceiling."
     names = dict(labels='accuracy', expected='accuracy_majority')
     observed = _observed(pairs)
     figures = {}
@@ -261,14 +261,14 @@ def _accuracies(
 # %% ../nbs/reward_model.ipynb #952ea7b0
 def calibration(
     predicted,       # (N,) P(label prefers the second)
-    observed,        # (N,) labels, or shares of annotators, from 0 to 1
+    observed,        # (N,) labels, or shares of judges, from 0 to 1
     bins: int = 10,  # of equally many pairs
 ) -> list[dict]:
     """Compare the mean prediction for the favoured answer with the observed share, by bins.
 
     Parameters:
       predicted : (N,) P(label prefers the second)
-      observed : (N,) labels, or shares of annotators, from 0 to 1
+      observed : (N,) labels, or shares of judges, from 0 to 1
       bins : of equally many pairs
     """
     predicted = np.asarray(predicted, float)

@@ -186,18 +186,18 @@ class RLCDConfig(SampleConfig, ApiConfig):
       out : run folder (default: runs/rlcd)
       method : how the pairs and their labels are made (default: rlcd)
       task : name of a task in nbs/recipes/tasks, or a YAML file (default: world)
-      data : dataset folder, file or hub name with prompts (default: runs/world)
-      split : split with the prompts (default: preference)
-      columns : names of columns: ours, equals sign, yours (default: )
-      max_instances : use only the first n prompts; 0: all (default: 0)
+      data : dataset folder, file or hub name with requests (default: runs/world)
+      split : split with the requests (default: preference)
+      columns : names of your columns, where they are not ours (see data.md) (default: )
+      max_instances : use only the first n requests; 0: all (default: 0)
       policy : model that writes and judges (default: runs/dialogue_world)
-      served : name of a model behind base_url that does so instead; policy is empty then (default:
+      served : model behind base_url that writes and judges instead; policy is empty then (default:
         )
       both_orders : judge in both orders and average; else in one, as published (default: False)
       samples : of rlcd_rescore, context_distillation: run of rlcd (default: )
       max_retries : times an answer is written anew after the task's filters reject it (default: 5)
       top_k : sample only from this many likeliest tokens; 0: all (default: 0)
-      chunk : prompts that are written together; also between checkpoints (default: 64)
+      chunk : requests that are answered together; also between checkpoints (default: 64)
       max_prompt : longer prompts are left out, counted and reported (default: 100)
       template : prompt format (default: raw)
       temperature : of samples, above 0 (default: 1.0)
@@ -209,20 +209,20 @@ class RLCDConfig(SampleConfig, ApiConfig):
     # how the pairs and their labels are made
     method: Literal['rlcd', 'rlaif', 'rlcd_rescore', 'context_distillation'] = 'rlcd'
     task: str = 'world'                       # name of a task in nbs/recipes/tasks, or a YAML file
-    # dataset folder, file or hub name with prompts
+    # dataset folder, file or hub name with requests
     data: Annotated[Named, Reads(splits=('split',))] = 'runs/world'
-    split: str = 'preference'                 # split with the prompts
-    columns: str = ''                         # names of columns: ours, equals sign, yours
-    max_instances: Count = 0                  # use only the first n prompts; 0: all
+    split: str = 'preference'                 # split with the requests
+    columns: str = ''  # names of your columns, where they are not ours (see data.md)
+    max_instances: Count = 0                  # use only the first n requests; 0: all
     # model that writes and judges
     policy: Annotated[str, MODEL, SIZES] = 'runs/dialogue_world'
-    served: str = ''  # name of a model behind base_url that does so instead; policy is empty then
+    served: str = ''  # model behind base_url that writes and judges instead; policy is empty then
     both_orders: bool = False  # judge in both orders and average; else in one, as published
     # of rlcd_rescore, context_distillation: run of rlcd
     samples: Annotated[str, Reads(('items',))] = ''
     max_retries: Count = 5  # times an answer is written anew after the task's filters reject it
     top_k: Count = 0                          # sample only from this many likeliest tokens; 0: all
-    chunk: Positive = 64  # prompts that are written together; also between checkpoints
+    chunk: Positive = 64  # requests that are answered together; also between checkpoints
     max_prompt: Positive = 100                # longer prompts are left out, counted and reported
     template: Literal['raw', 'chat'] = 'raw'  # prompt format
     temperature: Scale = 1.0                  # of samples, above 0
@@ -242,7 +242,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
 
 # %% ../nbs/rlcd.ipynb #5445934d
 def _draw_contrast(task: Task, index: int, seed: int) -> int:
-    "Draw which of the task's pairs of phrases a prompt gets."
+    "Draw which of the task's pairs of phrases a request gets."
     return int(hash_uniform(seed, task.name, 'contrast', index) * len(task.contrast))
 
 
@@ -266,7 +266,7 @@ class _Draft:
 def _write_items(
     writer,                    # `write(prompts, keys, stop)`
     task: Task,
-    records: dict[int, dict],  # by the number of the prompt
+    records: dict[int, dict],  # by the number of the request
     cfg: RLCDConfig,
 ) -> list[dict]:
     "Write the item of each record: its two outputs, or the `reason` why one is missing."
@@ -340,7 +340,7 @@ def _label_items(
     judge: SelfJudge | None,   # None for labels by construction
     cfg: RLCDConfig,
 ) -> list[dict]:
-    "Add `preference` and `annotator`, or a `reason` where the judge has no verdict."
+    "Add `preference` and `annotator`, or a `reason` where the judge gives no label."
     items = [dict(item) for item in items]
     pairs = [item for item in items if not item['reason']]
     if judge is None:
@@ -370,10 +370,10 @@ def _write_rlcd_csv(path, records: list[dict]):
 
 # %% ../nbs/rlcd.ipynb #88a1f311
 def _item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
-    "Count prompts, pairs made, and those left out by reason; measure lengths in words."
+    "Count requests, pairs made, and requests left out by reason; measure lengths in words."
     made = [i for i in items if not i['reason']]
     reasons = Counter(i['reason'] for i in items if i['reason'])
-    if not made: raise ValueError(f'nothing is left of {len(items)} prompts: {dict(reasons)}')
+    if not made: raise ValueError(f'nothing is left of {len(items)} requests: {dict(reasons)}')
     judged = [i for i in made if i.get('annotator', 'contrast') != 'contrast']
     figures = dict(prompts=len(items), made=len(made), skipped=len(items) - len(made),
                    labels=len(judged), retries=sum(i['retries'] for i in items))

@@ -44,10 +44,10 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
       reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
       policy : where training starts, and the reference (default: runs/sft)
       candidates : runs or files; empty for the policy's own only (default: runs/candidates)
-      sources : use only candidates from these; empty: all (default: [])
+      sources : use only these models' candidates; empty: all (default: [])
       k : candidates of a query: the first k different ones that fit (default: 12)
-      n : how many of them the policy generates (default: 0)
-      decoding : how it generates them (default: sample)
+      n : how many of the candidates the policy generates (default: 0)
+      decoding : how the policy generates candidates (default: sample)
       groups : beam: groups the n beams are split into; diverse beams with 2 or more (default: 1)
       diversity_penalty : beam: nats for each earlier group that chose the token (default: 1.0)
       refresh_every : steps between new candidates of the policy; 0: never (default: 0)
@@ -83,10 +83,10 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     policy: SizedModel = 'runs/sft'          # where training starts, and the reference
     # runs or files; empty for the policy's own only
     candidates: Annotated[str | list[str], Reads(('candidates',))] = 'runs/candidates'
-    sources: list[str] = field(default_factory=list)  # use only candidates from these; empty: all
+    sources: list[str] = field(default_factory=list)  # use only these models' candidates; empty: all
     k: Annotated[int, Ge(2)] = 12  # candidates of a query: the first k different ones that fit
-    n: Count = 0                             # how many of them the policy generates
-    decoding: Literal['sample', 'beam'] = 'sample'  # how it generates them
+    n: Count = 0                             # how many of the candidates the policy generates
+    decoding: Literal['sample', 'beam'] = 'sample'  # how the policy generates candidates
     groups: Positive = 1  # beam: groups the n beams are split into; diverse beams with 2 or more
     diversity_penalty: Amount = 1.0  # beam: nats for each earlier group that chose the token
     refresh_every: Count = 0  # steps between new candidates of the policy; 0: never
@@ -199,7 +199,7 @@ def _read_queries(cfg: RRHFConfig) -> list[dict]:
 
 
 def _load_queries(run, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
-    "Load queries, each with its prompt's ids, and count those left out; ValueError for none left."
+    "Load queries, each with its prompt's ids; count the queries left out; ValueError if all are."
     cfg = run.cfg
     found = _read_queries(cfg)
     settle(run, tokenizer, found)
@@ -260,7 +260,7 @@ def _add_own_candidates(
     cfg,                       # with `n`, `decoding` and the settings of either way
     seed: int,                 # of samples
 ) -> list[dict]:
-    "Put the policy's `cfg.n` candidates before those of each query; with the `tokens` drawn."
+    "Put the policy's `cfg.n` candidates before a query's own, with the `tokens` drawn."
     if not cfg.n: return queries
     tokenizer = policy.tokenizer
     if cfg.decoding == 'sample':
@@ -304,7 +304,7 @@ def _candidate_pool(
     queries: list[tuple],      # each with its prompt's ids
     score_of,                  # as of `_score_pool`
 ) -> list[tuple]:
-    "Give queries the candidates to learn from; those in the run folder if they are there."
+    "Give queries the candidates to learn from, out of the run folder if they are there."
     cfg = run.cfg
     queries, prompts = zip(*queries)
     name = _pool_name(step)
@@ -439,7 +439,7 @@ def _count_labels(run) -> dict[str, int]:
 
 # %% ../nbs/rrhf.ipynb #55f9ee21
 def _last_figures(run, pool: list[dict]) -> dict[str, float]:
-    "Average the figures of the last 20 steps, and those of the last candidates."
+    "Average the figures of the last 20 steps and of the last candidates."
     log = [r for r in read_log(run.folder) if 'loss' in r][-20:]
     figures = {}
     for name in ('loss', 'rank', 'nll', 'accuracy'):
@@ -452,7 +452,7 @@ def _last_figures(run, pool: list[dict]) -> dict[str, float]:
 
 # %% ../nbs/rrhf.ipynb #1ef58f47
 def _step_order(queries: list[tuple], tokenizer, cfg: RRHFConfig) -> list[list[int]]:
-    "List the queries of each step, those of similar length together."
+    "List the queries of each step, with queries of similar length together."
     longest = []
     for query, prompt in queries:
         answers = _candidate_tokens(query, tokenizer, cfg.template)
@@ -480,7 +480,7 @@ def train(cfg: RRHFConfig, run: Run):
     pool = {}   # of the queries of the coming steps, by number
     trainer = Trainer(run, len(order), dict(policy=policy))
     for step in trainer.steps():
-        done = (step - 1) // every * every   # steps before those that share the pool
+        done = (step - 1) // every * every   # steps before the steps that share the pool
         if not pool or done == step - 1:
             coming = set()
             for rows in order[done:done + every]: coming |= {*rows}

@@ -34,7 +34,7 @@ class SFTConfig(HeldOutConfig, AnswerConfig):
       data : dataset folder, file or hub name with demonstrations (default: runs/world)
       split : split to train on (default: sft)
       val_split : held-out split for the likelihood before and after; empty: none (default: val)
-      turns : of the assistant in a dialogue that are learned (default: all)
+      turns : turns of the assistant in a dialogue that are learned (default: all)
       policy : the base model (default: runs/world)
       epochs : passes over the demonstrations (default: by size, 1 for a toy, 1 for a large model)
       max_length : tokens of prompt and response together (default: by size, 128 for a toy, 512 for
@@ -58,7 +58,7 @@ class SFTConfig(HeldOutConfig, AnswerConfig):
     data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
     split: str = 'sft'                       # split to train on
     val_split: str = 'val'  # held-out split for the likelihood before and after; empty: none
-    turns: Literal['all', 'last'] = 'all'    # of the assistant in a dialogue that are learned
+    turns: Literal['all', 'last'] = 'all'    # turns of the assistant in a dialogue that are learned
     policy: SizedModel = 'runs/world'        # the base model
     epochs: Positive = by_size(1, 1)         # passes over the demonstrations
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and response together

@@ -29,8 +29,8 @@ class WombatConfig(ApiConfig):
     Settings:
       out : run folder (default: runs/wombat)
       candidates : runs or files with the models' answers (default: ['runs/candidates'])
-      columns : names of columns: ours, equals sign, yours (default: )
-      max_instances : use only the first n prompts; 0: all (default: 800)
+      columns : names of your columns, where they are not ours (see data.md) (default: )
+      max_instances : use only the first n requests; 0: all (default: 800)
       rater : model behind base_url that rates; empty: scores of the files, or none (default: )
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
@@ -38,8 +38,8 @@ class WombatConfig(ApiConfig):
     # runs or files with the models' answers
     candidates: Annotated[list[str], Reads(('candidates', 'preferences', 'outputs'))] = field(
         default_factory=lambda: ['runs/candidates'])
-    columns: str = ''           # names of columns: ours, equals sign, yours
-    max_instances: Count = 800  # use only the first n prompts; 0: all
+    columns: str = ''  # names of your columns, where they are not ours (see data.md)
+    max_instances: Count = 800  # use only the first n requests; 0: all
     rater: str = ''  # model behind base_url that rates; empty: scores of the files, or none
 
 # %% ../nbs/wombat.ipynb #fc822694
@@ -116,7 +116,7 @@ def rate(
     client: ApiClient,   # of the rater
     cfg: WombatConfig,
 ) -> list[dict]:
-    """Give queries `scores` by the rater, and leave out those whose rating cannot be read.
+    """Give queries `scores` by the rater, and leave out queries whose rating cannot be read.
 
     Parameters:
       client : of the rater
@@ -146,11 +146,11 @@ def run(cfg: WombatConfig, run: Run):
     for query in merged[:cfg.max_instances or None]:
         query = select_candidates(query, first_places(query['output']))
         if len(query['output']) > 1: queries.append(query)
-    if not queries: raise ValueError('candidates: no prompt has two different ones')
+    if not queries: raise ValueError('candidates: no request has two different ones')
     rated = rate(queries, client, cfg) if client else queries
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
     unrated = len(queries) - len(rated)
-    report_missing(cfg.rater, unrated, len(queries), 'prompts')
+    report_missing(cfg.rater, unrated, len(queries), 'requests')
     run.write('candidates.json', rated)
     labels = len(rated) if client else 0
     figures = dict(queries=len(rated), unrated=unrated, labels=labels)
