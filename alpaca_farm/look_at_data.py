@@ -46,7 +46,7 @@ class LookAtDataConfig(PromptConfig):
       data : file, dataset folder, run folder or hub name (default: runs/annotators)
       split : one of a folder's files; empty: all splits (default: )
       policy : whose tokenizer and template are used (default: runs/sft)
-      columns : names of columns, as in instruction=question,output=answer (default: )
+      columns : names of columns: our name, equals sign, your name (default: )
       max_instances : use only the first n rows of each file; 0: all (default: 0)
       max_length : tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
         large model)
@@ -62,7 +62,7 @@ class LookAtDataConfig(PromptConfig):
     split: str = ''                 # one of a folder's files; empty: all splits
     # whose tokenizer and template are used
     policy: Annotated[str, MODEL, SIZES] = 'runs/sft'
-    columns: str = ''               # names of columns, as in instruction=question,output=answer
+    columns: str = ''               # names of columns: our name, equals sign, your name
     max_instances: Count = 0        # use only the first n rows of each file; 0: all
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
 

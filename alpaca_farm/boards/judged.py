@@ -30,14 +30,14 @@ from ..run.runs import read_summary
 def read_answers(
     spec: str,                 # a run folder or a file
     candidates: bool = False,  # prefer a folder's candidates.json, all samples, to outputs.json
-    columns: str = '',         # names of columns, as in instruction=question,output=answer
+    columns: str = '',         # names of columns: our name, equals sign, your name
 ) -> list[dict]:
     """Read answers, one or several per request; tells what their run was warned of.
 
     Parameters:
       spec : a run folder or a file
       candidates : prefer a folder's candidates.json, all samples, to outputs.json
-      columns : names of columns, as in instruction=question,output=answer
+      columns : names of columns: our name, equals sign, your name
     """
     for said in read_summary(spec).get('warnings', []): notice(f'{spec}: {said}')
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
