@@ -64,7 +64,7 @@ class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
       prompts : your prompts: a dataset folder, a file or a hub dataset (default: runs/world)
       split : split of them, where there are several (default: eval)
       preferences : your preferences: a file, a run or a hub dataset (default: runs/annotators)
-      demonstrations : file of instructions with outputs for SFT; empty: no SFT (default: )
+      demonstrations : file of requests with outputs for SFT; empty: no SFT (default: )
       columns : names of yours, after their file's setting (default: [])
       judge : who labels and judges, as in `annotators` (default: runs/world/held_out_crowd.json)
       held_out : who judges the board; empty: the judge (default: )
@@ -90,7 +90,7 @@ class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
     split: str = 'eval'                   # split of them, where there are several
     # your preferences: a file, a run or a hub dataset
     preferences: Annotated[str, Reads(('preferences',))] = 'runs/annotators'
-    # file of instructions with outputs for SFT; empty: no SFT
+    # file of requests with outputs for SFT; empty: no SFT
     demonstrations: Annotated[str, Reads(('sft',))] = ''
     columns: list[str] = field(default_factory=list)  # names of yours, after their file's setting
     judge: Judge = 'runs/world/held_out_crowd.json'  # who labels and judges, as in `annotators`
@@ -252,13 +252,13 @@ def _requests(judge, pairs: list[dict]) -> list[dict]:
 def forecast(
     cfg: BringYourOwnConfig,
     splits: dict,    # prompts by split
-    judges: list,    # the judge, and the one of the board if it is another
+    judges: list,    # the judge, and the board's judge if it is another
 ) -> dict:  # labels, requests, dollars (at most; None if not known)
     """Print and return what the farm will ask of the judges.
 
     Parameters:
       splits : prompts by split
-      judges : the judge, and the one of the board if it is another
+      judges : the judge, and the board's judge if it is another
     Returns: labels, requests, dollars (at most; None if not known)
     """
     labels = 0

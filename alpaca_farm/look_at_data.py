@@ -44,9 +44,9 @@ class LookAtDataConfig(PromptConfig):
     Settings:
       out : run folder (default: runs/look_at_data)
       data : file, dataset folder, run folder or hub name (default: runs/annotators)
-      split : one of a folder's files; empty: all that are known by name (default: )
+      split : one of a folder's files; empty: all splits (default: )
       policy : whose tokenizer and template are used (default: runs/sft)
-      columns : names of columns: ours, equals sign, yours (default: )
+      columns : names of columns: our name, equals sign, your name (default: )
       max_instances : use only the first n rows of each file; 0: all (default: 0)
       max_length : tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
         large model)
@@ -59,10 +59,10 @@ class LookAtDataConfig(PromptConfig):
     out: str = 'runs/look_at_data'  # run folder
     # file, dataset folder, run folder or hub name
     data: Annotated[str, Reads()] = 'runs/annotators'
-    split: str = ''                 # one of a folder's files; empty: all that are known by name
+    split: str = ''                 # one of a folder's files; empty: all splits
     # whose tokenizer and template are used
     policy: Annotated[str, MODEL, SIZES] = 'runs/sft'
-    columns: str = ''               # names of columns: ours, equals sign, yours
+    columns: str = ''               # names of columns: our name, equals sign, your name
     max_instances: Count = 0        # use only the first n rows of each file; 0: all
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
 
@@ -311,12 +311,12 @@ def _shared_prompts(parts: list[Part]) -> list[tuple]:   # name, sentence, rows
 # %% ../nbs/look_at_data.ipynb #100ka022
 def collect_votes(
     records: list[dict],   # pairs with `preference` and who gave it, or with `votes` by name
-) -> tuple[list[dict], list[int]]:   # pairs with `votes`; rows that repeat an annotator's vote
+) -> tuple[list[dict], list[int]]:   # pairs with `votes`; rows that repeat a judge's vote
     """Collect the votes on each pair, whichever of its answers comes first.
 
     Parameters:
       records : pairs with `preference` and who gave it, or with `votes` by name
-    Returns: pairs with `votes`; rows that repeat an annotator's vote
+    Returns: pairs with `votes`; rows that repeat a judge's vote
     """
     pairs = {}
     again = []
@@ -342,7 +342,7 @@ def _first_preferred(records: list[dict]):
 
 
 def _two_scores(record):
-    "Find the scores of the better answer and of the other in any columns that have them."
+    "Find the scores of the better and of the worse answer in any columns that have them."
     label = record.get('preference', 1.5)
     for one, other in (('chosen', 'rejected'), ('_1', '_2'), ('_a', '_b'), ('_A', '_B')):
         for first in sorted(record):
@@ -356,7 +356,7 @@ def _two_scores(record):
 
 
 def _score_leads(records: list[dict]) -> dict[int, float]:
-    "List, by row, how far the chosen answer's score is above the other's, where both are known."
+    "List, by row, the chosen answer's score minus the rejected answer's, where both are known."
     leads = {}
     for i, record in enumerate(records):
         scores = _two_scores(record)
@@ -402,14 +402,14 @@ def _ranks_as_scores(records: list[dict]) -> bool:
 
 # %% ../nbs/look_at_data.ipynb #404d6743
 def _odd_votes(records):
-    "Yield a sentence and the rows for votes that one annotator gave twice, and how many agree."
+    "Yield a sentence and the rows for votes that one judge gave twice, and how many agree."
     pairs, again = collect_votes(records)
-    if again: yield f'{len(again)} votes are a second one of the same annotator on a pair', again
+    if again: yield f'{len(again)} votes are a second one of the same judge on a pair', again
     several = [p for p in pairs if len(p['votes']) > 1]
     if not several: return
     people = people_measures(people_votes(several), pair_traits(several))
     yield (f'{len(several)} of {len(pairs)} pairs have several votes; two are the same in '
-           f'{people["pairwise"]:.0%} of them (alpha {people["alpha"]:.2f})', [])
+           f'{100*people["pairwise"]:.0f} % of them (alpha {people["alpha"]:.2f})', [])
 
 
 def _odd_labels(part: Part):
@@ -423,8 +423,8 @@ def _odd_labels(part: Part):
     if part.kind == 'preference':
         share = None if part.by_coin else _first_preferred(records)
         if share and not share.low <= .5 <= share.high:
-            yield (f'the first answer is better in {share.value:.0%} of the labels '
-                   f'[{share.low:.0%}, {share.high:.0%}]', [])
+            yield (f'the first answer is better in {100*share.value:.0f} % of the labels '
+                   f'[{100*share.low:.0f}, {100*share.high:.0f}]', [])
         ties = [i for i, r in enumerate(records) if r['preference'] == 1.5]
         if ties: yield f'{len(ties)} of {len(records)} labels are ties', ties
         leads = _score_leads(records)
@@ -525,8 +525,8 @@ def _labels_figure(part: Part):
     share = _first_preferred(part.records)
     if part.by_coin: title += ';\nwhich answer is the first is drawn by a coin'
     elif share:
-        title += (f';\nthe first answer is better in {share.value:.1%} '
-                  f'[{share.low:.1%}, {share.high:.1%}]')
+        title += (f';\nthe first answer is better in {100*share.value:.1f} % '
+                  f'[{100*share.low:.1f}, {100*share.high:.1f}]')
     fig, ax = plt.subplots(figsize=(4, 2.6), layout='constrained')
     ax.hist(labels, np.linspace(.95, 2.05, 12), color='C0')
     ax.set(xlabel='label (1: the first answer is better)', ylabel='pairs')

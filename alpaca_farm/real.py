@@ -65,7 +65,7 @@ NEW = ('sentence', 'question')
 
 
 def _condition_of(record: dict) -> str:
-    "The name of the condition of a record's instruction; ValueError if it has none."
+    "The name of the condition of a record's request; ValueError if it has none."
     asked = record['instruction']
     for name, (sentence, *_) in CONDITIONS.items():
         if asked.endswith(sentence): return name
@@ -96,7 +96,7 @@ def is_about(record: dict) -> bool:
 
 
 def keeps_condition(record: dict) -> bool:
-    "Whether a record's `output` has three words and keeps the condition of its instruction."
+    "Whether a record's `output` has three words and keeps the condition of its request."
     keeps = CONDITIONS[_condition_of(record)][1]
     return len(_words(record['output'])) > 2 and bool(keeps(record['output']))
 
@@ -107,7 +107,7 @@ def kept(record: dict) -> float:
 
 # %% ../nbs/real.ipynb #70b52b2b
 def instructions() -> dict[str, list[dict]]:
-    "Write the instructions by split, and those of `plain`, which set no condition."
+    "Write the requests by split, and the `plain` requests, which set no condition."
     text = (notebooks_folder()/'recipes'/'real_topics.txt').read_text(encoding='utf-8')
     topics = text.strip().split('\n')
     training = [c for c in CONDITIONS if c not in NEW]

@@ -45,7 +45,7 @@ class AgreementConfig(ApiConfig, JudgedConfig):
       out : run folder (default: runs/agreement)
       sets : labelled pairs: files (*: several) or module:name (default:
         ['runs/world/labelled.json'])
-      judges : annotators or files of verdicts (file#name) (default: ['runs/world/pool.json',
+      judges : judges, or files of their labels (file#name) (default: ['runs/world/pool.json',
         'runs/world/judge.json', 'alpaca_farm.boards.agreement:prefer_longer'])
       max_instances : use only the first n pairs of each set; 0: all (default: 0)
       draws : bootstrap draws (default: 400)
@@ -54,7 +54,7 @@ class AgreementConfig(ApiConfig, JudgedConfig):
     out: str = 'runs/agreement'          # run folder
     # labelled pairs: files (*: several) or module:name
     sets: Annotated[list[str], Len(1), Reads()] = field(default_factory=lambda: SETS)
-    # annotators or files of verdicts (file#name)
+    # judges, or files of their labels (file#name)
     judges: Annotated[list[str], Len(1), Reads(role='judge')] = field(default_factory=lambda: COMPARED)
     max_instances: Count = 0             # use only the first n pairs of each set; 0: all
     draws: Annotated[int, Ge(10)] = 400  # bootstrap draws
@@ -73,19 +73,19 @@ def prefer_longer(pairs: list[dict]) -> list[float]:
 prefer_longer.name = 'longest'
 
 # %% ../../nbs/boards/agreement.ipynb #de4e605c
-_MOST_ASKED = 4   # annotators of a pool that see a pair
+_MOST_ASKED = 4   # judges of a pool that see a pair
 
 
 def ask_judge(
-    judge,              # an annotator or a pool
+    judge,              # a judge or a pool
     pairs: list[dict],
-    seed: int = 0,      # of the choice of annotators
+    seed: int = 0,      # of the choice of judges
 ) -> Verdicts:
     """Ask a judge about pairs in both orders; ValueError if requests remain open.
 
     Parameters:
-      judge : an annotator or a pool
-      seed : of the choice of annotators
+      judge : a judge or a pool
+      seed : of the choice of judges
     """
     name = annotator_name(judge)
     members = pool_members(judge)
@@ -128,13 +128,13 @@ def _board_row(pairs, people, answered, measure, draws, seed):
 
 # %% ../../nbs/boards/agreement.ipynb #58ab9c6d
 def chosen_probability(
-    preferences,  # (annotators, 2, pairs) of a judge, from 1 to 2
+    preferences,  # (judges, 2, pairs) of a judge, from 1 to 2
     people,       # (people, pairs) from `people_votes`
 ) -> float:  # nan without a pair on which people prefer one answer
     """Average over pairs the probability that a judge gives to the answer that people prefer.
 
     Parameters:
-      preferences : (annotators, 2, pairs) of a judge, from 1 to 2
+      preferences : (judges, 2, pairs) of a judge, from 1 to 2
       people : (people, pairs) from `people_votes`
     Returns: nan without a pair on which people prefer one answer
     """
@@ -224,7 +224,7 @@ def _agreement_figure(
         ax.axvline(neutral, color='grey', lw=.8, ls=':')
     axes[0].set_yticks(range(len(judges))[::-1], judges)
     rates = others[panels[0][0]]
-    fig.suptitle(f'Judges vote as people do in {rates.min():.0%} to {rates.max():.0%} of pairs; '
+    fig.suptitle(f'Judges vote as people do in {100*rates.min():.0f} to {100*rates.max():.0f} % of pairs; '
                  f'95 % intervals, {people.n.sum()} pairs', fontsize=9)
     if len(sets) > 1:
         fig.legend(*axes[0].get_legend_handles_labels(), loc='outside upper center', ncols=4)
@@ -258,7 +258,7 @@ def _live_verdicts(spec, sets, cfg):
         asked = len(v.preferences)*v.shown.sum()
         if not asked: print(f'{name} on {s}: there is no pair to measure it on')
         elif v.unanswered.sum() <= asked/2: judged[s, name] = v
-        else: print(f'{name} on {s}: left out, since most comparisons have no verdict')
+        else: print(f'{name} on {s}: left out, since most comparisons have no label')
     return judged
 
 # %% ../../nbs/boards/agreement.ipynb #8d815d28
@@ -272,14 +272,14 @@ def _recorded_verdicts(spec: str, sets: dict):
 
 # %% ../../nbs/boards/agreement.ipynb #5d813095
 def verdicts_of_judges(
-    specs: list[str],   # judges: annotators, or files of verdicts, maybe with a #pattern of names
+    specs: list[str],   # names of judges, or files of verdicts, maybe with a #pattern of names
     sets: dict,         # labelled pairs by the name of the set
     cfg,                # settings of the requests
 ) -> dict:  # {(set, judge): Verdicts}
     """Read or ask for the verdicts of judges; ValueError for two of one name, or open requests.
 
     Parameters:
-      specs : judges: annotators, or files of verdicts, maybe with a #pattern of names
+      specs : names of judges, or files of verdicts, maybe with a #pattern of names
       sets : labelled pairs by the name of the set
       cfg : settings of the requests
     Returns: {(set, judge): Verdicts}
@@ -300,7 +300,7 @@ _SUMMARISED = ('n', 'n_decided', 'n_agreement', 'n_unanswered', 'accuracy', 'dec
 
 
 def run(cfg: AgreementConfig):
-    "Measure judges against people and write a leaderboard."
+    "Measure judges against people and write their board."
     ensure_inputs(cfg)
     reads = []
     for spec in cfg.sets: reads += label_files(spec)

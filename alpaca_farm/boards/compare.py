@@ -10,13 +10,14 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated
-from itertools import combinations
+from itertools import combinations, cycle
 
 import numpy as np
 
 from .corrected import explain_win_rate, label_columns, match_labels
 from .corrected import read_people_labels
 from .judged import read_answers, short_names
+from .leaderboards import METHOD_COLOURS
 from ..data.dialogues import prompt_key
 from ..data.pairs import check_preferences, output_texts
 from ..judging.judges import check_all_answered, JudgedConfig, load_annotators
@@ -34,19 +35,19 @@ class CompareConfig(JudgedConfig):
     Settings:
       out : run folder (default: runs/compare)
       folders : to compare (default: ['runs/dpo', 'runs/ppo'])
-      annotators : judge, as in the annotators notebook (default: runs/world/held_out_crowd.json)
+      annotators : judge, as in the notebook `annotators` (default: runs/world/held_out_crowd.json)
       labels : people's labels of some pairs, to correct the judge (default: )
-      examples : number of instructions whose answers are shown (default: 3)
+      examples : number of requests whose answers are shown (default: 3)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/compare'  # run folder
     # to compare
     folders: Annotated[list[str], Reads()] = field(
         default_factory=lambda: ['runs/dpo', 'runs/ppo'])
-    # judge, as in the annotators notebook
+    # judge, as in the notebook `annotators`
     annotators: Judge = 'runs/world/held_out_crowd.json'
     labels: Labels = ''        # people's labels of some pairs, to correct the judge
-    examples: Count = 3        # number of instructions whose answers are shown
+    examples: Count = 3        # number of requests whose answers are shown
 
     def __post_init__(self):
         super().__post_init__()
@@ -85,16 +86,18 @@ def _curve_figure(folders: list[str]):
     for log in logs.values(): logged.update(log.columns)
     shown = [quantity for quantity, n in logged.items() if n > 1][:12]
     if not shown: return None
+    spare = cycle([c for method, c in METHOD_COLOURS.items() if method not in logs] or ['k'])
+    colours = {run: METHOD_COLOURS.get(run) or next(spare) for run in logs}
     rows = -(-len(shown)//3)
     fig, axes = plt.subplots(rows, 3, figsize=(9.6, 2.2*rows + .3), squeeze=False,
                              layout='constrained')
     lines = {}
     for ax, quantity in zip(axes.flat, shown):
         lengths = []
-        for k, (run, log) in enumerate(logs.items()):
+        for run, log in logs.items():
             if quantity not in log: continue
             curve = log[quantity].dropna()
-            lines[run], = ax.plot(curve, color=f'C{k}', lw=1)
+            lines[run], = ax.plot(curve, color=colours[run], lw=1)
             lengths.append(curve.index[-1])
         ax.set(xlabel='step', title=quantity)
         if max(lengths) > 4*min(lengths): ax.set_xscale('log')   # else the short run is a stub
@@ -105,7 +108,7 @@ def _curve_figure(folders: list[str]):
 # %% ../../nbs/boards/compare.ipynb #d83826c0
 def _win_rate_table(
     answers: dict,     # records by run
-    judge,             # an annotator or a pool
+    judge,             # a judge or a pool
     seed: int = 0,     # of the bootstrap
     labels: str = '',  # people's, by which the rates are corrected, and a report printed
 ):  # a DataFrame, a row for each two runs
@@ -132,7 +135,7 @@ def _win_rate_table(
 
 # %% ../../nbs/boards/compare.ipynb #a8b1f020
 def _side_by_side(answers: dict, k: int = 3) -> list[dict]:
-    "Show the answers of runs, records by name, to `k` instructions, spread evenly."
+    "Show the answers of runs, records by name, to `k` requests, spread evenly."
     texts = {}
     for name, records in answers.items():
         texts[name] = {prompt_key(r): output_texts(r)[0] for r in records}

@@ -23,16 +23,16 @@ from ..judging.stats import FEWEST_LABELS, Interval, plain, wilson, win_rate_int
 # %% ../../nbs/boards/corrected.ipynb #a4379046
 def ppi_mean(
     labels,  # (..., n) in [0, 1]
-    judge,   # (..., n) in [0, 1], on the same instructions
-    others,  # (..., M) in [0, 1], the judge's on other instructions, of which there may be none
+    judge,   # (..., n) in [0, 1], on the same requests
+    others,  # (..., M) in [0, 1], the judge's on other requests, of which there may be none
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # each (...)
     """Estimate the labels' mean, its standard error and the weight of the judge (PPI++, equation 2
     and proposition 2).
 
     Parameters:
       labels : (..., n) in [0, 1]
-      judge : (..., n) in [0, 1], on the same instructions
-      others : (..., M) in [0, 1], the judge's on other instructions, of which there may be none
+      judge : (..., n) in [0, 1], on the same requests
+      others : (..., M) in [0, 1], the judge's on other requests, of which there may be none
     Returns: each (...)
     """
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
@@ -126,10 +126,10 @@ def judge_agreement(judge, labels) -> float:
 
 # %% ../../nbs/boards/corrected.ipynb #95fa5053
 class Plan(NamedTuple):
-    "Numbers of labels for an interval; inf where there are not enough instructions."
+    "Numbers of labels for an interval; inf where there are not enough requests."
     with_judge: float
     without: float
-    least: float       # half-width with every instruction labelled, in [0, 1]
+    least: float       # half-width with every request labelled, in [0, 1]
 
 # %% ../../nbs/boards/corrected.ipynb #8c11f9a7
 def plan_labels(
@@ -159,7 +159,7 @@ def plan_labels(
 
 # %% ../../nbs/boards/corrected.ipynb #f77b47e4
 class PeopleLabels(NamedTuple):
-    "Labels of a model's answers, in the order of the instructions."
+    "Labels of a model's answers, in the order of the requests."
     votes: np.ndarray     # (N,) mean vote for the model in [0, 1], nan where there is no label
     drawn: str | None     # random, length, verdict; None if this is not known
     stratum: np.ndarray   # (N,) as recorded with the labels: -1, 0 or 1
@@ -177,7 +177,7 @@ def _texts(pair: dict) -> tuple: return full_instruction(pair), pair['output_1']
 
 
 def read_people_labels(spec: str) -> dict[tuple, _Label]:
-    "Read labels by instruction and outputs, in both orders."
+    "Read labels by request and answers, in both orders."
     (pairs,) = load_sets([spec]).values()
     labels = {}
     for pair in pairs:
@@ -194,7 +194,7 @@ def read_people_labels(spec: str) -> dict[tuple, _Label]:
 
 # %% ../../nbs/boards/corrected.ipynb #cc1a7db0
 def _match_pairs(groups: list[list], known: dict, name: str) -> PeopleLabels:
-    "The labels on a model's pairs, by instruction; ValueError for too few."
+    "The labels on a model's pairs, by request; ValueError for too few."
     N = len(groups)
     votes = np.full(N, np.nan)
     stratum, longer, same = np.zeros((3, N))
@@ -211,13 +211,13 @@ def _match_pairs(groups: list[list], known: dict, name: str) -> PeopleLabels:
         ways |= {label.drawn for label in labels}
     n = N - np.isnan(votes).sum()
     if n < FEWEST_LABELS:
-        raise ValueError(f'{name} has labels on {n} of its {N} instructions, besides '
+        raise ValueError(f'{name} has labels on {n} of its {N} requests, besides '
                          f'{same.sum():.0f} with equal answers, and a correction needs '
                          f'{FEWEST_LABELS}. A label belongs to a pair with the same '
-                         'instruction and both answers')
+                         'request and both answers')
     drawn = ways.pop() if len(ways) == 1 else None
     if drawn in ('length', 'verdict') and max(map(len, groups)) > 1:
-        raise ValueError(f'strata by {drawn} are of single pairs, and some instructions of {name} '
+        raise ValueError(f'strata by {drawn} are of single pairs, and some requests of {name} '
                          'have several. Draw without strata')
     return PeopleLabels(votes, drawn, stratum, longer, same.astype(bool))
 
@@ -249,7 +249,7 @@ def match_labels(
 
 # %% ../../nbs/boards/corrected.ipynb #b79b2000
 def _strata_of(labels: PeopleLabels, f: np.ndarray, labelled: np.ndarray) -> np.ndarray:
-    "The stratum (N,) of each instruction; ValueError if labels are recorded with another one."
+    "The stratum (N,) of each request; ValueError if labels are recorded with another one."
     if labels.drawn == 'length': strata = labels.longer
     elif labels.drawn == 'verdict': strata = np.nan_to_num(np.sign(f - .5))
     else: return np.zeros(len(f))
@@ -262,13 +262,13 @@ def _strata_of(labels: PeopleLabels, f: np.ndarray, labelled: np.ndarray) -> np.
 # %% ../../nbs/boards/corrected.ipynb #02bba43f
 def people_win_rate(
     preferences,           # (N,) a judge's in [1, 2], nan without a verdict
-    labels: PeopleLabels,  # of people, on the same instructions
+    labels: PeopleLabels,  # of people, on the same requests
 ) -> Corrected:            # in percent
-    """Correct a judge's win rate; ValueError for too few labels on instructions with a verdict.
+    """Correct a judge's win rate; ValueError for too few labels on requests with a verdict.
 
     Parameters:
       preferences : (N,) a judge's in [1, 2], nan without a verdict
-      labels : of people, on the same instructions
+      labels : of people, on the same requests
     Returns: in percent
     """
     f = np.asarray(preferences, dtype=float) - 1
@@ -277,14 +277,14 @@ def people_win_rate(
     labelled = has & judged
     if labelled.sum() < FEWEST_LABELS:
         raise ValueError(f'labels: the judge has a verdict on {labelled.sum()} of {has.sum()} '
-                         f'labelled instructions, and {FEWEST_LABELS} are needed')
+                         f'labelled requests, and {FEWEST_LABELS} are needed')
     strata = _strata_of(labels, f, labelled)
     parts = []
     for s in np.unique(strata[judged]):
         mine = labelled & (strata == s)
         rest = judged & ~has & (strata == s)
         if not mine.any(): raise ValueError(f'labels: there is none in one of the strata by '
-                                            f'{labels.drawn}, {rest.sum()} instructions')
+                                            f'{labels.drawn}, {rest.sum()} requests')
         parts.append((labels.votes[mine], f[mine], f[rest]))
     rate, alone, worth = estimate_strata(parts)
     share = float(judged.sum()/(judged | labels.same).sum())   # of the others, half is known
@@ -310,7 +310,7 @@ def _plan_text(what: str, judge, agreement: float, points: float) -> str:
     plan = plan_labels(judge, agreement, points/100)
     needed = f'{plan.with_judge:.0f} labels, {plan.without:.0f} without the judge'
     if plan.least > points/100:
-        needed = (f'more than the {len(judge)} instructions: all labelled leave '
+        needed = (f'more than the {len(judge)} requests: all labelled leave '
                   f'+-{100*plan.least:.1f}')
     return f'{what}: +-{points} points take {needed}'
 
@@ -319,7 +319,7 @@ def explain_win_rate(
     name: str,             # of the model
     judge: str,            # its name
     preferences,           # (N,) the judge's, nan without a verdict
-    labels: PeopleLabels,  # on the same instructions
+    labels: PeopleLabels,  # on the same requests
 ) -> list[str]:
     """Say what a correction finds of a model's win rate, and what may be wrong with it.
 
@@ -327,7 +327,7 @@ def explain_win_rate(
       name : of the model
       judge : its name
       preferences : (N,) the judge's, nan without a verdict
-      labels : on the same instructions
+      labels : on the same requests
     """
     c = people_win_rate(preferences, labels)
     f = np.asarray(preferences, dtype=float) - 1
@@ -358,13 +358,13 @@ def explain_win_rate(
 def people_difference(
     first: tuple,   # (preferences, labels) as of `people_win_rate`
     second: tuple,  # the same of another policy
-) -> Interval | None:  # in points; None with fewer than ten instructions labelled for both
+) -> Interval | None:  # in points; None with fewer than ten requests labelled for both
     """Correct the second win rate minus the first.
 
     Parameters:
       first : (preferences, labels) as of `people_win_rate`
       second : the same of another policy
-    Returns: in points; None with fewer than ten instructions labelled for both
+    Returns: in points; None with fewer than ten requests labelled for both
     """
     f, one = first
     g, two = second

@@ -30,14 +30,14 @@ from ..run.runs import read_summary
 def read_answers(
     spec: str,                 # a run folder or a file
     candidates: bool = False,  # prefer a folder's candidates.json, all samples, to outputs.json
-    columns: str = '',         # names of columns: ours, equals sign, yours
+    columns: str = '',         # names of columns: our name, equals sign, your name
 ) -> list[dict]:
-    """Read answers, one or several per instruction; tells what their run was warned of.
+    """Read answers, one or several per request; tells what their run was warned of.
 
     Parameters:
       spec : a run folder or a file
       candidates : prefer a folder's candidates.json, all samples, to outputs.json
-      columns : names of columns: ours, equals sign, yours
+      columns : names of columns: our name, equals sign, your name
     """
     for said in read_summary(spec).get('warnings', []): notice(f'{spec}: {said}')
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
@@ -45,7 +45,7 @@ def read_answers(
 
 # %% ../../nbs/boards/judged.ipynb #4c1566bc
 def answers_to(answers: list[dict], references: list[dict]) -> list[dict]:
-    "Select a model's answers to the instructions of `references`."
+    "Select a model's answers to the requests of `references`."
     prompts = {prompt_key(r) for r in references}
     return [r for r in answers if prompt_key(r) in prompts]
 
@@ -124,13 +124,13 @@ def free_win_rates(
         if not answers or not is_population(judge): continue
         p = preferences_over(answers, references, load_annotators(judge, None))
         won = win_rate_interval(check_preferences(p))
-        said.append(f'{won.value:.1f} % [{won.low:.1f}, {won.high:.1f}] under the {called}')
+        said.append(f'{won.value:.1f} % [{won.low:.1f}, {won.high:.1f}] according to the {called}')
     if not said: return ''
-    return f'Wins against one answer of {before} (the board: four): {", ".join(said)}.'
+    return f'Win rate over one answer of {before} to each request: {", ".join(said)}.'
 
 # %% ../../nbs/boards/judged.ipynb #4448751f
 def _draw_pairs(outputs: list[dict], references: list[dict], seed: int) -> list[dict]:
-    "One pair of each instruction, drawn by a hash of the instruction."
+    "One pair of each request, drawn by a hash of the request."
     groups = [[] for _ in references]
     for pair in pair_up(outputs, references): groups[pair['item']].append(pair)
     drawn = []
@@ -143,10 +143,10 @@ def _draw_pairs(outputs: list[dict], references: list[dict], seed: int) -> list[
 def _sampled_preferences(
     outputs: list[dict],
     references: list[dict],
-    judge,          # an annotator or a pool
-    seed: int = 0,  # of the draws of pair, annotator, order and vote
-) -> np.ndarray:    # (instructions,) of 1 or 2; 1.5 for identical answers, nan without a verdict
-    "Sample one vote per instruction against one reference, as AlpacaFarm's evaluation does."
+    judge,          # a judge or a pool
+    seed: int = 0,  # of the draws of pair, judge, order and vote
+) -> np.ndarray:    # (requests,) of 1 or 2; 1.5 for identical answers, nan without a label
+    "Sample one vote per request against one reference, as AlpacaFarm's evaluation does."
     pairs = _draw_pairs(outputs, references, seed)
     if api_clients(judge):
         if same_answers(outputs, references): return np.full(len(references), 1.5)
@@ -160,24 +160,24 @@ def _sampled_preferences(
 
 # %% ../../nbs/boards/judged.ipynb #08645fbf
 def _check_judged(preferences: np.ndarray, judge, what: str):
-    "ValueError when requests are still open, or when there is no verdict at all."
+    "ValueError when requests are still open, or when there is no label at all."
     check_all_answered(judge, what)
     missing = int(np.isnan(preferences).sum())
-    report_missing(what, missing, len(preferences), 'instructions')
+    report_missing(what, missing, len(preferences), 'requests')
     if missing == len(preferences):
-        raise ValueError(f'{what}: there is no verdict on any of the {missing} instructions')
+        raise ValueError(f'{what}: there is no label on any of the {missing} requests')
 
 # %% ../../nbs/boards/judged.ipynb #14c09ef8
 class Judged(NamedTuple):
     "What one judge says of the answers of all models."
-    expected: dict[str, np.ndarray]  # by model, (instructions,) preferences from 1 to 2
+    expected: dict[str, np.ndarray]  # by model, (requests,) preferences from 1 to 2
     votes: dict[str, np.ndarray]     # a vote each, likewise; empty if the judge is no pool
 
 # %% ../../nbs/boards/judged.ipynb #6bc1c1f9
 def judge_all(
     methods: dict,           # answers by model
     references: list[dict],  # the answers that they are compared with
-    judges: dict,            # annotators and pools by name
+    judges: dict,            # judges and pools by name
     seed: int = 0,           # of the sampled votes
     done=lambda *_: None,    # called after each model with the number of steps and a text
 ) -> dict[str, Judged]:      # by judge
@@ -186,7 +186,7 @@ def judge_all(
     Parameters:
       methods : answers by model
       references : the answers that they are compared with
-      judges : annotators and pools by name
+      judges : judges and pools by name
       seed : of the sampled votes
       done : called after each model with the number of steps and a text
     Returns: by judge

@@ -109,6 +109,9 @@ METHOD_COLOURS = dict(
     reward_conditioning='#17becf')
 
 # %% ../../nbs/boards/leaderboards.ipynb #5f489930
+def _shown(judge: str) -> str: return judge.replace('gold', 'utility').replace('_', ' ')
+
+
 def leaderboard_figure(
     board,        # of `leaderboard`; a column `kind` says which rows are a `method`
     judges=None,  # whose columns are drawn; None: all
@@ -128,18 +131,18 @@ def leaderboard_figure(
         y = places + .2*((len(judges) - 1)/2 - k)
         ends = [rate - board[f'{judge}_low'], board[f'{judge}_high'] - rate]
         ax.errorbar(rate, y, xerr=ends, fmt='o', ms=4, capsize=2, lw=1,
-                    label=judge.replace('gold', 'utility').replace('_', ' '))
+                    label=_shown(judge))
         if judge == 'corrected':
             ax.hlines(y, board[judges[0]], rate, color=f'C{k}', lw=6, alpha=.3)
     ax.axvline(50, color='grey', lw=.8, ls=':')
     ax.set_yticks(places, board.method)
     ax.set_xlabel(f'win rate against {board.reference.iloc[0]} in %\n'
-                  '95 % intervals over the instructions', fontsize=9)
+                  '95 % intervals over the requests', fontsize=9)
     trained = board[board.kind == 'method'] if 'kind' in board else board
     if len(trained):   # the best, not a ceiling above it
         best = trained.iloc[0]
-        judge = judges[0].replace('_', ' ')
-        ax.set_title(f'{best.method} wins {best[judges[0]]:.1f} % according to {judge}', fontsize=9)
+        ax.set_title(f'{best.method} wins {best[judges[0]]:.1f} % according to {_shown(judges[0])}',
+                     fontsize=9)
     ax.legend(fontsize=8, title='judged by', loc='upper left', bbox_to_anchor=(1.01, 1))
     return fig
 
@@ -189,14 +192,14 @@ def rank_agreement(
 
 # %% ../../nbs/boards/leaderboards.ipynb #8f8528b7
 def leaderboard_row(
-    preferences,  # (N,) from 1 to 2, 0 for a tie, None or nan without a verdict
+    preferences,  # (N,) from 1 to 2, 0 for a tie, None or nan without a label
     lengths,      # (N,) characters of the answers
     **columns,    # further ones
 ) -> dict:
-    """Make a row of AlpacaEval's leaderboard.
+    """Make a row of AlpacaEval's board.
 
     Parameters:
-      preferences : (N,) from 1 to 2, 0 for a tie, None or nan without a verdict
+      preferences : (N,) from 1 to 2, 0 for a tie, None or nan without a label
       lengths : (N,) characters of the answers
     Returns: further ones
     """
@@ -212,16 +215,16 @@ def leaderboard_row(
 
 # %% ../../nbs/boards/leaderboards.ipynb #11f545e9
 def alpaca_eval_rows(
-    judged: dict,      # {model: (instructions,) preferences} of one judge
+    judged: dict,      # {model: (requests,) preferences} of one judge
     methods: dict,     # answers by model
     references: list[dict],
     annotator: str,    # name of the judge
     reference: str,    # name of the references
 ):  # a DataFrame by model, best first
-    """Make a judge's leaderboard with AlpacaEval's columns.
+    """Make a judge's board with AlpacaEval's columns.
 
     Parameters:
-      judged : {model: (instructions,) preferences} of one judge
+      judged : {model: (requests,) preferences} of one judge
       methods : answers by model
       annotator : name of the judge
       reference : name of the references

@@ -50,10 +50,10 @@ _LEVEL_SD = 10.   # of the priors of a, b and c
 
 
 def _difficulty(
-    preferences,   # (M, N) of models by instructions, nan without a verdict
+    preferences,   # (M, N) of models by requests, nan without a label
     length_terms,  # (M, N) of `length_term`
 ) -> np.ndarray | None:  # (N,) with mean 0 and standard deviation 1
-    "Estimate how hard each instruction is at equal length; None with fewer than five models."
+    "Estimate how hard each request is at equal length; None with fewer than five models."
     from scipy.sparse import lil_array
     p = np.asarray(preferences, dtype=float)
     informative = np.nanstd(p, axis=1) > 1e-9
@@ -82,16 +82,16 @@ def _sandwich_error(x, y, beta, spread, at) -> float:
 
 # %% ../../nbs/boards/length_control.ipynb #ae0ed4a7
 def controlled_win_rate(
-    preference,    # (N,), nan without a verdict
+    preference,    # (N,), nan without a label
     length_terms,  # (N,) of `length_term`
-    hard=None,     # (N,) difficulty of the instructions; None leaves it out
+    hard=None,     # (N,) difficulty of the requests; None leaves it out
 ) -> dict:
     """Estimate the win rate of one model at equal length, in percent (Dubois et al., 2024).
 
     Parameters:
-      preference : (N,), nan without a verdict
+      preference : (N,), nan without a label
       length_terms : (N,) of `length_term`
-      hard : (N,) difficulty of the instructions; None leaves it out
+      hard : (N,) difficulty of the requests; None leaves it out
     """
     p = np.asarray(preference, dtype=float)
     given = ~np.isnan(p)
@@ -120,15 +120,15 @@ def controlled_win_rate(
 
 # %% ../../nbs/boards/length_control.ipynb #47dea419
 def length_controlled(
-    preferences,  # (M, N) of models by instructions, nan without a verdict
+    preferences,  # (M, N) of models by requests, nan without a label
     lengths,      # (M, N) characters of the models' answers
     baseline,     # (N,) or (M, N) of the baseline's
     names,        # (M,) of the models
 ):  # a DataFrame by model; its column `difficulty` is `board`, or `no` with too few models
-    """Estimate `controlled_win_rate` of models, each of which has some verdict.
+    """Estimate `controlled_win_rate` of models, each of which has some label.
 
     Parameters:
-      preferences : (M, N) of models by instructions, nan without a verdict
+      preferences : (M, N) of models by requests, nan without a label
       lengths : (M, N) characters of the models' answers
       baseline : (N,) or (M, N) of the baseline's
       names : (M,) of the models

@@ -19,15 +19,15 @@ _UNRANKED = ('base model', 'one suffix for all')
 
 
 def paired_tables(
-    judged: list[dict],  # of each replicate {judge: {run: (instructions,) preferences}}
-    crowd_runs: dict,    # names the run on the crowd's labels by that on the pool's
-) -> dict:  # `names`, and by column an array (replicates, instructions, methods)
+    judged: list[dict],  # of each replicate {judge: {run: (requests,) preferences}}
+    crowd_runs: dict,    # names of runs: on the pool's labels -> on the crowd's labels
+) -> dict:  # `names`, and by column an array (replicates, requests, methods)
     """Tabulate the three columns, for the methods that every replicate has trained on both sources.
 
     Parameters:
-      judged : of each replicate {judge: {run: (instructions,) preferences}}
-      crowd_runs : names the run on the crowd's labels by that on the pool's
-    Returns: `names`, and by column an array (replicates, instructions, methods)
+      judged : of each replicate {judge: {run: (requests,) preferences}}
+      crowd_runs : names of runs: on the pool's labels -> on the crowd's labels
+    Returns: `names`, and by column an array (replicates, requests, methods)
     """
     made = set.intersection(*(set(by['crowd']) for by in judged))
     both = {name: name for name in (*_UNRANKED, 'sft')} | crowd_runs

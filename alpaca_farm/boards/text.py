@@ -62,7 +62,7 @@ def _distinct(answers: list[str], n: int = 2, tokens: int = 1000) -> float:
 
 # %% ../../nbs/boards/text.ipynb #b79ec622
 def answer_mean(feature):
-    "Make a column: the mean of a text's feature over an instruction's answers, then over all."
+    "Make a column: the mean of a text's feature over a request's answers, then over all."
     def column(outputs: list[dict]) -> float:
         means = []
         for record in outputs:

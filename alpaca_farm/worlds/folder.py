@@ -31,9 +31,9 @@ class World:
     folder: str                 # the world's folder (not in the file)
     base: str = '.'             # model of which the farm makes its policy on split sft
     policy: str = ''            # policy to start from, in place of that
-    crowd: str = './crowd.json'  # annotators for the second training; empty: none
-    held_out: str = './held_out_crowd.json'  # those who judge the board
-    pool: str = './pool.json'   # simulated annotators: they label and judge
+    crowd: str = './crowd.json'  # judges for the second training; empty: none
+    held_out: str = './held_out_crowd.json'  # judges of the board
+    pool: str = './pool.json'   # simulated judges: they label and judge
     preferences: str = ''       # labels that are there already, in place of the crowd's
     reader: str = ''            # module:function, path -> judge: reads the judges in the folder
     label_flip: Share = 0.      # share of their labels that are flipped
@@ -69,7 +69,7 @@ def _check_start(world: World, where: str):
 
 
 def _check_judges(world: World, where: str):
-    "ValueError for a role whose annotators are not there."
+    "ValueError for a role whose judges are not there."
     for role in (*ROLES, 'preferences'):
         name = world.path(getattr(world, role))
         optional = role in ('crowd', 'preferences')

@@ -198,10 +198,10 @@ def without(rows, field): return [{k: v for k, v in r.items() if k != field} for
 
 @pytest.mark.parametrize('rows, message', [
     (random_rows(input='other'), 'labels on 0 of its 80'),
-    (random_rows(8), '8 of its 80 instructions'),
+    (random_rows(8), '8 of its 80 requests'),
     (without(random_rows(), 'output_1'), 'output_1'),
     (random_rows(preference=1.3), 'a person votes'),
-    (random_rows(drawn='length'), 'instructions of mine'),
+    (random_rows(drawn='length'), 'requests of mine'),
     ([], 'no records')])
 def test_bad_labels_are_named_before_anybody_is_asked(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message):
@@ -213,7 +213,7 @@ def judged(): return preferences_over(MINE, REFERENCES, longest)
 
 
 DOUBTS = {   # labels, and what is said of them beside the usual
-    'random': (lambda judged: random_rows(), 'more than the 80 instructions'),
+    'random': (lambda judged: random_rows(), 'more than the 80 requests'),
     'unknown draw': (lambda judged: random_rows(drawn=None), 'do not say that they were drawn'),
     'one side': (lambda judged: [label(i, 1, drawn='random') for i in np.flatnonzero(judged > 1.5)],
                  'no random draw looks like this'),

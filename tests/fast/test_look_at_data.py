@@ -42,11 +42,11 @@ PLANTED = {   # a finding, by what is planted behind the clean rows
     '1 rows say that their answers were shown swapped': [row(32, shown_swapped='True')],
     '1 of 21 labels are ties': [row(32, preference=1.5)],
     '1 of 20 pairs are labelled both ways': [row(3, preference=1.)],
-    '1 votes are a second one of the same annotator': [row(3, time=2.)],
-    '1 of 20 pairs have several votes; two are the same in 100%': [row(3, annotator='bob')],
-    '1 of 20 pairs have several votes; two are the same in 0%': [   # as shown, whatever the order
+    '1 votes are a second one of the same judge': [row(3, time=2.)],
+    '1 of 20 pairs have several votes; two are the same in 100 %': [row(3, annotator='bob')],
+    '1 of 20 pairs have several votes; two are the same in 0 %': [   # as shown, whatever the order
         dict(row(3), output_1='It is 3!', output_2='It is 4.', annotator='bob')],
-    'the first answer is better in 75% of the labels [60%, 86%]': [
+    'the first answer is better in 75 % of the labels [60, 86]': [
         row(40 + i, preference=1.) for i in range(20)]}
 
 

@@ -60,7 +60,7 @@ def details(
 _RATE = .45     # of each behaviour, before habits
 _SLIP = .04     # chance of a slip at skill 0
 _EVADES = .02   # chance that an author does not answer,
-_AGAIN = .5     # and that one who flatters goes on
+_AGAIN = .5     # and that an author who flatters goes on
 
 
 @dataclass(frozen=True)

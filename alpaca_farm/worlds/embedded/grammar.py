@@ -100,7 +100,7 @@ _QUESTIONS = _all_questions()
 
 # %% ../../../nbs/worlds/embedded/grammar.ipynb #6eb9dfae
 def _who_asks(text: str) -> dict:
-    "Read the asker off a request's first sentence, `before`; empty if it is none of theirs."
+    "Read the asker off a request's first sentence, `before`; empty if no asker says it."
     for asker, sentences in ASKERS.items():
         for before in sentences:
             if text.startswith(f'{before} '): return dict(asker=asker, before=before)

@@ -241,7 +241,7 @@ def truth_of(text: str) -> Truth:
 
 
 def read_truth(folder: str = '') -> Truth:
-    "Read the truth of the world in a folder; without a folder, that of the written world."
+    "Read the truth of the world in a folder; without a folder, of the written world."
     if not folder: return WRITTEN
     file = Path(at_root(folder))/'truth.json'
     if not file.is_file():

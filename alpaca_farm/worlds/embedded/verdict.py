@@ -87,13 +87,13 @@ def base_verifier(folder: str):   # records -> (N,) bool
 
 # %% ../../../nbs/worlds/embedded/verdict.ipynb #0cda36fa
 def base_verdict(
-    records: list[dict],   # the samples of each request one after the other
+    records: list[dict],   # the samples of the first request, of the second, ...
     folder: str,           # of the world, with its base model
 ) -> list[float]:  # 1 for the sample that is chosen, else 0
     """Choose for each request the first sample whose statement the base model approves.
 
     Parameters:
-      records : the samples of each request one after the other
+      records : the samples of the first request, of the second, ...
       folder : of the world, with its base model
     Returns: 1 for the sample that is chosen, else 0
     """
