@@ -70,6 +70,7 @@ def _preference_rows(pairs: list[dict], utility) -> list[dict]:
         if pair['preference'] > 1.5: outputs.reverse()
         better, worse = outputs
         row = dict(prompt=as_messages(pair), chosen=_turn(better), rejected=_turn(worse))
+        row['ended'] = pair.get('ended_1', True) and pair.get('ended_2', True)
         if utility:
             values = utility([dict(pair, output=text) for text in outputs])
             row['utility_chosen'], row['utility_rejected'] = map(float, values)

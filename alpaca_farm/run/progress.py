@@ -46,10 +46,23 @@ def _curve(points: list[tuple[float, float]], label: str = '') -> str:
             f'<div>from {low:.4g} to {high:.4g}, steps {first} to {last}</div>')
 
 # %% ../../nbs/run/progress.ipynb #b2686740
+class _WidgetLine:
+    "A line in the output of a widget."
+    def __init__(self, line: str):
+        from IPython.display import display
+        from ipywidgets import HTML
+        self.box = HTML(html.escape(line))
+        display(self.box)
+
+    def update(self, shown: dict, raw: bool):
+        self.box.value = shown.get('text/html', html.escape(shown['text/plain']))
+
+
 def _live_output(line: str):
     "Display a line in a notebook, and return the handle that updates it; None elsewhere."
     shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
     if not hasattr(shell, 'kernel'): return None
+    if shell.kernel.get_parent()['header']['msg_type'] == 'comm_msg': return _WidgetLine(line)
     from IPython.display import display
     return display({'text/plain': line}, raw=True, display_id=True)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import nbformat
 import pytest
 
 import tiny
@@ -182,3 +183,31 @@ def test_five_pairs_by_mouse_and_keyboard(lab, browser, width):
     shot(page, f'labelling-{width}-done')
     found = [(r['preference'], r['shown_first']) for r in person_labels(Store(store), pairs, name)]
     assert [p if first == 1 else 3 - p for p, first in found] == [1, 2, 1.5, 2, 1.5]
+
+
+PRESSED = """
+import pathlib, time
+from ipywidgets import interact_manual
+from alpaca_farm.run.progress import Progress
+
+def work():
+    show = Progress('work', 2)
+    show(1, 'half of it')
+    while not pathlib.Path('seen').exists(): time.sleep(.1)
+
+interact_manual(work);"""
+
+
+def test_progress_is_shown_beside_the_button_that_was_pressed(lab, browser):
+    folder, address = lab
+    kernel = dict(name='python3', language='python', display_name='python3')
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(PRESSED)],
+                                        metadata=dict(kernelspec=kernel))
+    nbformat.write(notebook, folder/'pressed.ipynb')
+    page, _ = opened(browser, address, 'pressed')
+    menu(page, 'Run', 'Run All Cells')
+    page.get_by_role('button', name='Run Interact').click()
+    playwright.expect(page.locator('.widget-output')).to_contain_text('work 1/2 half of it')
+    playwright.expect(page.locator('.widget-output progress')).to_have_attribute('max', '2')
+    shot(page, 'pressed')
+    (folder/'seen').touch()

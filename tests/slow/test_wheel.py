@@ -46,6 +46,15 @@ def outside(wheel, tmp_path_factory):
     return tmp_path_factory.mktemp('outside'), dict(PYTHONPATH=str(site))
 
 
+def run_notebook(name, outside, **given):
+    "Execute a notebook of the wheel by papermill in the working folder."
+    folder, variables = outside
+    code = f'from alpaca_farm.run.paths import notebook_path\nprint(notebook_path("{name}"))'
+    notebook = said_by([sys.executable, '-c', code], folder, **variables).strip()
+    assert notebook.startswith(variables['PYTHONPATH'])
+    said_by(tiny.papermill(notebook, f'{name}.ipynb', **given), folder, **variables)
+
+
 def test_its_name_is_free_and_only_alpaca_eval_holds_setuptools(wheel):
     with zipfile.ZipFile(wheel) as file:
         name, = (n for n in file.namelist() if n.endswith('.dist-info/METADATA'))
@@ -84,15 +93,19 @@ def test_runs_of_modules_and_notebooks_lie_in_the_working_folder(outside):
     "A world by a module, SFT by papermill on the notebook of the package, its answers by another."
     folder, variables = outside
     said_by(tiny.command('world', **tiny.SETTINGS['world']), folder, **variables)
-    notebook = said_by([sys.executable, '-c', 'from alpaca_farm.run.paths import notebook_path\n'
-                        'print(notebook_path("sft"))'], folder, **variables).strip()
-    assert notebook.startswith(variables['PYTHONPATH'])
-    said_by(tiny.papermill(notebook, 'sft.ipynb', **tiny.SETTINGS['sft']), folder, **variables)
+    run_notebook('sft', outside, **tiny.SETTINGS['sft'])
     settings = tiny.SETTINGS['best_of_n'] | dict(reward_model='', n=1)
     said_by(tiny.command('best_of_n', **settings), folder, **variables)
     assert {p.name for p in (folder/'runs').iterdir()} >= {'world', 'sft', 'best_of_n'}
     assert read_summary(folder/'runs'/'sft')['warnings'] is not None
     assert (folder/'runs'/'sft'/'model'/'model.safetensors').is_file()
+
+
+def test_the_tour_draws_its_figure(outside):
+    folder, _ = outside
+    size = tiny.write(folder/'tour.json', tiny.FARM)
+    run_notebook('start', outside, runs='tour', size=size, steps=4, instances=20)
+    assert (folder/'tour'/'start'/'0.1'/'tour.png').is_file()
 
 
 def test_the_courses_exercises_are_worked_on(outside):

@@ -1,4 +1,4 @@
-"TRL trains on a world, by its own examples; skipped where TRL cannot be imported (PYTHONPATH)."
+"TRL trains on a world, by its own examples; skipped without TRL, which `.ci/run` installs."
 import re
 import shutil
 from contextlib import nullcontext
@@ -49,20 +49,43 @@ def changed_example(trainer, changes):
     return '\n'.join(lines)
 
 
+@pytest.fixture(scope='module')
+def farm_folder(base, tmp_path_factory):
+    "A folder of runs that a board needs, and a model saved as TRL saves it."
+    folder = tmp_path_factory.mktemp('farm')
+    for name, n in (('references', 2), ('eval_samples', 2)):
+        tiny.run('best_of_n', base, folder/name, n=n, reward_model='', max_instances=0)
+    shutil.copytree(base/'sft'/'model', folder/'my'/'trl_dpo')
+    return folder
+
+
+def outside_board(policy, world, farm_folder, monkeypatch):
+    "The board of `eval`, with a row for a policy from elsewhere."
+    monkeypatch.setattr(evaluation, 'run_or_fail', tiny.run_here)
+    folder = evaluation.run(evaluation.EvalConfig(
+        out=str(farm_folder/f'eval_{policy.name}'), outputs=[], policies=[str(policy)],
+        reference=str(farm_folder/'references'), annotators=[f'{world}/pool.json'])).folder
+    return pd.read_csv(folder/'leaderboard.csv', index_col='method')
+
+
 @needs_trl
-def test_dpo_by_trls_example(base, world, tmp_path):
+def test_dpo_by_trls_example_stands_on_the_board(base, world, farm_folder, tmp_path, monkeypatch):
     import trl
     code = changed_example(trl.DPOTrainer, {
         'from datasets': 'from alpaca_farm.with_trl import to_datasets',
         'dataset =': 'dataset = to_datasets(world, labels)["preference"]',
         'model=': 'model=policy,',
         'train_dataset': 'train_dataset=dataset, args=args,'})
-    args = trl.DPOConfig(output_dir=str(tmp_path), **COMMON)
+    args = trl.DPOConfig(output_dir=str(tmp_path), learning_rate=1e-2, **COMMON)
     names = dict(world=world, labels=str(base/'annotators'), policy=str(base/'sft'/'model'),
                  args=args)
     exec(code, names)
     losses = [r['loss'] for r in names['trainer'].state.log_history if 'loss' in r]
     assert len(losses) == 2 and losses[0] == pytest.approx(np.log(2), abs=.01)
+    trained = tmp_path/'trained_by_trl'
+    names['trainer'].save_model(str(trained))
+    board = outside_board(trained, world, farm_folder, monkeypatch)
+    assert board.kl['trained_by_trl'] > .01 and board.length['trained_by_trl'] > 0
 
 
 @needs_trl
@@ -162,16 +185,6 @@ def test_an_old_trl_is_named(found, refused, monkeypatch):
         with_trl.check_trl()
 
 
-@pytest.fixture(scope='module')
-def farm_folder(base, tmp_path_factory):
-    "A folder of runs that a board needs, and a model saved as TRL saves it."
-    folder = tmp_path_factory.mktemp('farm')
-    for name, n in (('references', 2), ('eval_samples', 2)):
-        tiny.run('best_of_n', base, folder/name, n=n, reward_model='', max_instances=0)
-    shutil.copytree(base/'sft'/'model', folder/'my'/'trl_dpo')
-    return folder
-
-
 def other_tokens(folder, target):
     "Copy a model, with the ids of two tokens exchanged."
     shutil.copytree(folder, target)
@@ -184,12 +197,8 @@ def other_tokens(folder, target):
     return str(target)
 
 
-def test_eval_gives_an_outside_policy_a_row(base, world, farm_folder, monkeypatch):
-    monkeypatch.setattr(evaluation, 'run_or_fail', tiny.run_here)
-    folder = evaluation.run(evaluation.EvalConfig(
-        out=str(farm_folder/'eval'), outputs=[], policies=[str(farm_folder/'my'/'trl_dpo')],
-        reference=str(farm_folder/'references'), annotators=[f'{world}/pool.json'])).folder
-    board = pd.read_csv(folder/'leaderboard.csv', index_col='method')
+def test_eval_gives_an_outside_policy_a_row(world, farm_folder, monkeypatch):
+    board = outside_board(farm_folder/'my'/'trl_dpo', world, farm_folder, monkeypatch)
     assert {*board.index} == {'reference', 'trl_dpo'}
     assert board.kl['trl_dpo'] == pytest.approx(0, abs=1e-4)   # it is the policy of the reference
     answers, references = (read_json(farm_folder/run/'candidates.json')
