@@ -266,14 +266,14 @@ def parts_table(
 # %% ../../nbs/boards/farm_board.ipynb #c773b066
 def write_boards(
     run,            # the farm's
-    boards: list,   # the leaderboard of each replicate
+    boards: list,   # the board of each replicate
     names: dict,    # who judges, by column
 ):
     """Write boards and their figures; `crowd_sd` is the spread of each row over replicates.
 
     Parameters:
       run : the farm's
-      boards : the leaderboard of each replicate
+      boards : the board of each replicate
       names : who judges, by column
     """
     import pandas as pd
