@@ -180,7 +180,7 @@ def _judge_check(
     if agreed.low > .5: may = 'may label'
     if agreed.value <= .5: may = 'may not label: it is no better than a coin'
     value, low, high = (round(100*x) for x in agreed)
-    return agreed, f'{n} labels agree with the judge in {value} % [{low}, {high}]: the judge {may}'
+    return agreed, f'people agree with the judge in {value} % [{low}, {high}] of {n} labels: the judge {may}'
 
 # %% ../nbs/decide.ipynb #0892bbef
 def _check_pair(answer: dict, sft: dict) -> dict:
