@@ -38,10 +38,10 @@ class AnnotatorsConfig(ApiConfig, JudgedConfig):
       out : run folder (default: runs/annotators)
       outputs : pairs or candidates: a run of best_of_n, or a file (default: runs/samples)
       against : answers to compare with `outputs`, one to each request (default: )
-      columns : names of columns, as in instruction=question,output=answer (default: )
+      columns : columns of yours: our name, equals sign, your name (default: )
       annotators : judge or pool: see the table above (default: runs/world/pool.json)
       base_url : such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI (default: )
-      weights : how often judges are drawn, as in judge_1=2 (default: [])
+      weights : of judges: name, equals sign, weight (default: [])
       label_flip : share of flipped labels; -1: a world's own, else 0 (default: -1.0)
       ask_flipped : ask about all pairs; else coins label 2 x label_flip of them (default: True)
       both_orders : ask about every pair in both orders and average (default: False)
@@ -54,10 +54,10 @@ class AnnotatorsConfig(ApiConfig, JudgedConfig):
     outputs: Annotated[Named, Reads(('candidates', 'outputs'))] = 'runs/samples'
     # answers to compare with `outputs`, one to each request
     against: Annotated[str, Reads(('outputs',))] = ''
-    columns: str = ''              # names of columns, as in instruction=question,output=answer
+    columns: str = ''              # columns of yours: our name, equals sign, your name
     annotators: Judge = 'runs/world/pool.json'  # judge or pool: see the table above
     base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
-    weights: list[str] = field(default_factory=list)  # how often judges are drawn, as in judge_1=2
+    weights: list[str] = field(default_factory=list)  # of judges: name, equals sign, weight
     label_flip: float = -1.        # share of flipped labels; -1: a world's own, else 0
     ask_flipped: bool = True       # ask about all pairs; else coins label 2 x label_flip of them
     both_orders: bool = False      # ask about every pair in both orders and average

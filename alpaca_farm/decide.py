@@ -118,7 +118,7 @@ def _make_own(cfg: DecideConfig):
             seed=cfg.seed + k)
         jobs.append(Job(_seed_farm(cfg, k).world, 'bring_your_own', given))
     run_or_fail(jobs, 1, 'worlds', 'making a world')
-    if cfg.seeds > 1: print('policies that learned from one half of the prompts are judged on the half that is left')
+    if cfg.seeds > 1: print('policies learn from half of the prompts and are judged on the rest')
 
 # %% ../nbs/decide.ipynb #25b98d61
 def _label_sources(cfg: DecideConfig) -> list[str]:

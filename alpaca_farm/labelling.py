@@ -42,7 +42,7 @@ class LabellingConfig(Config):
       design : what is asked of methods, as in judging.duels (default: best)
       budget : votes on methods in all (default: 200)
       labels : votes on methods that were given elsewhere: a file (default: )
-      columns : names of columns, as in instruction=question,output=answer (default: )
+      columns : columns of yours: our name, equals sign, your name (default: )
       draw : label the pairs of so many requests, drawn at random; 0: all (default: 0)
       strata : draw within groups of pairs: by the longer answer, or by a judge's verdict (default:
         )
@@ -63,7 +63,7 @@ class LabellingConfig(Config):
     design: Design = 'best'             # what is asked of methods, as in judging.duels
     budget: Positive = 200              # votes on methods in all
     labels: Labels = ''                 # votes on methods that were given elsewhere: a file
-    columns: str = ''                   # names of columns, as in instruction=question,output=answer
+    columns: str = ''                   # columns of yours: our name, equals sign, your name
     draw: Count = 0                     # label the pairs of so many requests, drawn at random; 0: all
     # draw within groups of pairs: by the longer answer, or by a judge's verdict
     strata: Literal['', 'length', 'verdict'] = ''

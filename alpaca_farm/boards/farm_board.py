@@ -292,7 +292,7 @@ def write_boards(
         write_figure(run, f'{name}.png', figure)
 
 # %% ../../nbs/boards/farm_board.ipynb #51e0b0a2
-_IN_WORDS = {   # rows of a board, and their names on the short board
+_PLAIN_NAMES = {   # rows of a board, and their names on the short board
     'best_of_n': 'best of several answers',
     'expert_iteration': 'expert iteration',
     'ppo': 'PPO',
@@ -310,9 +310,9 @@ _IN_WORDS = {   # rows of a board, and their names on the short board
     'one suffix for all': 'one sentence added to all answers'}
 
 
-def _in_words(row: str) -> str:
+def _plain_name(row: str) -> str:
     "The plain name of a board's row."
-    return _IN_WORDS.get(row, row.replace('by the utility', 'by true worth'))
+    return _PLAIN_NAMES.get(row, row.replace('by the utility', 'by true worth'))
 
 
 def short_board(folder: str):
@@ -339,4 +339,4 @@ def short_board(folder: str):
     numbers.insert(0, named['crowd'], [won[m] for m in methods])
     on_others = [won.get(ON_CROWD.get(m), '') for m in methods]
     if any(on_others): numbers.insert(1, f'labels: {names["labels"]["crowd"]}', on_others)
-    return numbers.rename(index=_in_words).rename_axis(None).rename_axis('wins in %', axis=1)
+    return numbers.rename(index=_plain_name).rename_axis(None).rename_axis('wins in %', axis=1)

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from alpaca_farm import farm
-from alpaca_farm.boards.farm_board import _in_words, short_board
+from alpaca_farm.boards.farm_board import _plain_name, short_board
 from alpaca_farm.run import execution
 from alpaca_farm.run.execution import is_needed
 from alpaca_farm.run.files import read_json
@@ -299,7 +299,7 @@ def test_the_short_board_and_the_simulation_are_of_the_board(made):
     folder = made[0]/'farm'
     by = {r['method']: r for r in table(folder/'leaderboard.csv')}
     short = short_board(str(folder))
-    plain = {name: _in_words(name) for name in methods()}
+    plain = {name: _plain_name(name) for name in methods()}
     assert {*plain.values(), 'always the likeliest next token', 'choice by words'} <= {*short.index}
     for name in methods():
         assert short['judge: held-out crowd'][plain[name]].startswith(f'{float(by[name]["crowd"]):.1f} ')
