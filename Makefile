@@ -16,9 +16,15 @@ start: .venv/ready       ## the tour, into runs/start.ipynb
 
 farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
-	@echo 'Reward models add 0.2 times the log-likelihood of the answer to its score, which holds policies near SFT.'
-	@echo 'Win rates over SFT in % (95 % interval): of the methods, learning from the pool'"'"'s labels, or from the crowd'"'"'s,'
-	@echo 'then of what is won without training; KL from SFT in nats per answer; words of an answer.'
+	@echo 'All methods start from the same model. They learn from labels, which say which of two answers is better.'
+	@echo 'A reward model learns from the labels to score answers. Its score also counts a little how likely the first'
+	@echo 'model finds an answer, which holds methods near this model. The table says how often answers win against'
+	@echo 'the first model'"'"'s answers, in % [95 % interval over the requests of one simulated world]; 50 is no gain.'
+	@echo 'pool: 13 simulated judges, who label. labels: crowd: 32 simulated persons label in their place.'
+	@echo 'held-out crowd: 32 other simulated persons, who labelled nothing. words: length of an answer.'
+	@echo 'distance: how much likelier a method finds its answers than the first model does (mean natural logarithm).'
+	@echo 'Below the methods: what an expert wins, and what is won without training a model: by choosing among the first'
+	@echo 'model'"'"'s answers, by its likeliest next token at each step, or by adding a sentence to all answers.'
 	@$(BIN)/python -c "from alpaca_farm.boards.farm_board import short_board; print(short_board('runs/farm').to_string())"
 	@echo 'Figure: runs/farm/leaderboard.png. All rows and columns: runs/farm.ipynb (make lab)'
 

@@ -32,36 +32,36 @@ from .worlds.folder import read_world
 # %% ../nbs/annotators.ipynb #0cdfba01
 @dataclass
 class AnnotatorsConfig(ApiConfig, JudgedConfig):
-    """Settings of an annotation run.
+    """Settings of a run in which judges label pairs.
 
     Settings:
       out : run folder (default: runs/annotators)
       outputs : pairs or candidates: a run of best_of_n, or a file (default: runs/samples)
-      against : one answer to each prompt, compared with one of `outputs` (default: )
-      columns : names of columns: ours, equals sign, yours (default: )
-      annotators : annotator or pool: see the table above (default: runs/world/pool.json)
+      against : answers to compare with `outputs`, one to each request (default: )
+      columns : columns of yours: our name, equals sign, your name (default: )
+      annotators : judge or pool: see the table above (default: runs/world/pool.json)
       base_url : such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI (default: )
-      weights : annotator, equals sign, weight (default: [])
+      weights : of judges: name, equals sign, weight (default: [])
       label_flip : share of flipped labels; -1: a world's own, else 0 (default: -1.0)
       ask_flipped : ask about all pairs; else coins label 2 x label_flip of them (default: True)
       both_orders : ask about every pair in both orders and average (default: False)
-      pairs_each : pairs of each instruction's samples, as far as they differ (default: 1)
+      pairs_each : pairs of each request's samples, as far as they differ (default: 1)
       max_instances : use only the first n records; 0: all (default: 0)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/annotators'   # run folder
     # pairs or candidates: a run of best_of_n, or a file
     outputs: Annotated[Named, Reads(('candidates', 'outputs'))] = 'runs/samples'
-    # one answer to each prompt, compared with one of `outputs`
+    # answers to compare with `outputs`, one to each request
     against: Annotated[str, Reads(('outputs',))] = ''
-    columns: str = ''              # names of columns: ours, equals sign, yours
-    annotators: Judge = 'runs/world/pool.json'  # annotator or pool: see the table above
+    columns: str = ''              # columns of yours: our name, equals sign, your name
+    annotators: Judge = 'runs/world/pool.json'  # judge or pool: see the table above
     base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
-    weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
+    weights: list[str] = field(default_factory=list)  # of judges: name, equals sign, weight
     label_flip: float = -1.        # share of flipped labels; -1: a world's own, else 0
     ask_flipped: bool = True       # ask about all pairs; else coins label 2 x label_flip of them
     both_orders: bool = False      # ask about every pair in both orders and average
-    pairs_each: Positive = 1       # pairs of each instruction's samples, as far as they differ
+    pairs_each: Positive = 1       # pairs of each request's samples, as far as they differ
     max_instances: Count = 0       # use only the first n records; 0: all
 
     def __post_init__(self):
@@ -74,13 +74,13 @@ class AnnotatorsConfig(ApiConfig, JudgedConfig):
 # %% ../nbs/annotators.ipynb #714489ce
 def flip_share(
     label_flip: float,  # the setting; -1 when it is not given
-    annotators: str,    # the setting that names the annotators
+    annotators: str,    # the setting that names the judges
 ) -> float:
     """Return the share of labels to flip.
 
     Parameters:
       label_flip : the setting; -1 when it is not given
-      annotators : the setting that names the annotators
+      annotators : the setting that names the judges
     """
     if label_flip != -1: return label_flip
     if is_population(annotators): return read_world(str(Path(annotators).parent)).label_flip
@@ -94,7 +94,7 @@ def _coin_label(pair, seed):
 
 # %% ../nbs/annotators.ipynb #886867a0
 def _write_verdict(row: dict, verdict, seed: int, decide: bool):
-    "Write a verdict, and what it cost, into the row of its pair."
+    "Write a judge's label, and what it cost, into the row of its pair."
     row['preference'] = decide_vote(row, verdict.preference, seed, decide)
     if verdict.raw: row.update(price=verdict.price, time=verdict.seconds, raw=verdict.raw)
     if verdict.orders: row['orders'] = list(verdict.orders)
@@ -102,29 +102,29 @@ def _write_verdict(row: dict, verdict, seed: int, decide: bool):
 
 def annotate_pairs(
     pairs: list[dict],   # records with output_1 and output_2
-    pool,                # an annotator or a pool
+    pool,                # a judge or a pool
     seed: int = 0,       # of all draws and coins
     flip_rate: float = 0.,      # share of labels that are reversed
     both_orders: bool = False,  # ask in both orders and average, else in a random one
     ask_flipped: bool = True,  # False: a fair coin labels twice `flip_rate` of the pairs
     decide: bool = True,       # decide a probability by a coin; False: record it as it is
-) -> list[dict]:  # with `preference` (None: no verdict), `annotator`, and a paid verdict's cost
+) -> list[dict]:  # with `preference` (None: no label), `annotator`, and the cost of a paid label
     """Let a judge or a pool label pairs; two identical answers are a tie, and nobody is asked.
 
     Parameters:
       pairs : records with output_1 and output_2
-      pool : an annotator or a pool
+      pool : a judge or a pool
       seed : of all draws and coins
       flip_rate : share of labels that are reversed
       both_orders : ask in both orders and average, else in a random one
       ask_flipped : False: a fair coin labels twice `flip_rate` of the pairs
       decide : decide a probability by a coin; False: record it as it is
-    Returns: with `preference` (None: no verdict), `annotator`, and a paid verdict's cost
+    Returns: with `preference` (None: no label), `annotator`, and the cost of a paid label
     """
     members = pool_members(pool)
     by_coin = flip_mask(pairs, 0. if ask_flipped else 2 * flip_rate, seed)
     rows = []
-    asked = [[] for _ in members]   # rows, by annotator
+    asked = [[] for _ in members]   # rows, by judge
     shown = [[] for _ in members]   # their pairs
     for pair, coin in zip(pairs, by_coin):
         who = draw_annotator(pool, pair, seed)
@@ -145,7 +145,7 @@ def annotate_pairs(
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
 def _judged(rows):
-    "Select the rows that an annotator has labelled, not a coin."
+    "Select the rows that a judge has labelled, not a coin."
     return [r for r in rows if r['preference'] is not None and r['annotator'] != 'coin']
 
 
@@ -174,7 +174,7 @@ def _share_of_firsts(votes, each):
 
 # %% ../nbs/annotators.ipynb #ffbbeb8c
 def to_alpaca_eval(rows: list[dict]) -> list[dict]:
-    "Write labels as AlpacaEval's annotations.json does, with `input` in the instruction."
+    "Write labels as AlpacaEval's annotations.json does, with `input` in `instruction`."
     annotations = []
     for r in rows:
         annotations.append(dict(
@@ -188,7 +188,7 @@ def to_alpaca_eval(rows: list[dict]) -> list[dict]:
 
 # %% ../nbs/annotators.ipynb #4a03fb25
 def _add_expected(rows, pairs, pool, share):
-    "Add the pool's mean preference on each pair, with a `share` of flips; None without a verdict."
+    "Add the pool's mean preference on each pair, with a `share` of flips; None without a label."
     mean = mean_preferences(pool, pairs)
     flipped = mean + share * (3 - 2 * mean)
     for row, e in zip(rows, flipped.tolist()):
@@ -196,19 +196,19 @@ def _add_expected(rows, pairs, pool, share):
 
 # %% ../nbs/annotators.ipynb #6c64f7bb
 def _write_unanswered(this_run, rows, clients, n):
-    "Write the rows without a verdict, and the reasons."
+    "Write the rows without a label, and the reasons."
     reasons = set()
     unread = []
     for client in clients:
         reasons.update(client.tally.failed.values())
         unread += client.unread
     this_run.write('unanswered.json', dict(pairs=rows, reasons=sorted(reasons), unread=unread))
-    print(f'no verdict on {len(rows)} of {n} pairs: see {this_run.path("unanswered.json")}')
+    print(f'no label on {len(rows)} of {n} pairs: see {this_run.path("unanswered.json")}')
 
 # %% ../nbs/annotators.ipynb #c37b5f40
 @makes_run(AnnotatorsConfig)
 def run(cfg: AnnotatorsConfig, run: Run):
-    "Annotate pairs; writes preferences.json, summary.json and, for API judges, annotations.json."
+    "Label pairs; writes preferences.json, summary.json and, for API judges, annotations.json."
     pairs = load_pairs(cfg)
     pool = load_annotators(cfg.annotators, cfg)
     clients = api_clients(pool)
@@ -232,7 +232,7 @@ def run(cfg: AnnotatorsConfig, run: Run):
     if clients: run.write('annotations.json', to_alpaca_eval(judged))
     if unlabelled: _write_unanswered(run, unlabelled, clients, len(rows))
     check_all_answered(pool, f'{len(labelled)} of {len(rows)} pairs are labelled')
-    if not labelled: raise ValueError(f'there is no verdict on any of the {len(rows)} pairs')
+    if not labelled: raise ValueError(f'there is no label on any of the {len(rows)} pairs')
     if not cfg.ask_flipped:   # half of the coins are wrong
         rate = Interval(*(x / 2 for x in wilson(coins, len(labelled))))
     summary = dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)

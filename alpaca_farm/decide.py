@@ -55,13 +55,13 @@ class DecideConfig(JudgedConfig):
       runs : folder of its farm's runs; <world>_runs when only the world is another (default: runs)
       model : your model, to make a world of; prompts and judge are then needed (default: )
       prompts : your prompts: a file, a dataset folder or a hub dataset (default: )
-      judge : who labels and judges, as in annotators; empty: the world's pool (default: )
+      judge : who labels and judges, named as in annotators; empty: the world's pool (default: )
       labels : people's labels, a file or a run of labelling; or who votes in their place (default:
         )
       budget : labels of people in all (default: 200)
-      methods : of the farm's, beside the baselines (default: ['best_of_n', 'dpo',
+      methods : methods of the farm; baselines are added (default: ['best_of_n', 'dpo',
         'expert_iteration', 'rloo', 'ppo'])
-      seeds : runs of each (default: 2)
+      seeds : runs of each method (default: 2)
       size : sizes of the runs, as in farm (default: default)
       workers : runs side by side; 0 for the number of cores (default: 0)
       force : go on if the judge fails the check, and believe people alone (default: False)
@@ -72,12 +72,12 @@ class DecideConfig(JudgedConfig):
     runs: str = 'runs'  # folder of its farm's runs; <world>_runs when only the world is another
     model: str = ''            # your model, to make a world of; prompts and judge are then needed
     prompts: str = ''          # your prompts: a file, a dataset folder or a hub dataset
-    judge: Judge = ''  # who labels and judges, as in annotators; empty: the world's pool
+    judge: Judge = ''  # who labels and judges, named as in annotators; empty: the world's pool
     labels: str = ''  # people's labels, a file or a run of labelling; or who votes in their place
     budget: Count = 200        # labels of people in all
-    methods: list[Literal[*METHODS]] = field(  # of the farm's, beside the baselines
+    methods: list[Literal[*METHODS]] = field(  # methods of the farm; baselines are added
         default_factory=lambda: ['best_of_n', 'dpo', 'expert_iteration', 'rloo', 'ppo'])
-    seeds: Positive = 2        # runs of each
+    seeds: Positive = 2        # runs of each method
     size: str = 'default'      # sizes of the runs, as in farm
     workers: Annotated[Count, ASIDE] = 0  # runs side by side; 0 for the number of cores
     force: bool = False        # go on if the judge fails the check, and believe people alone
@@ -105,7 +105,7 @@ def _seed_farm(cfg: DecideConfig, k: int) -> FarmConfig:
 
 # %% ../nbs/decide.ipynb #11b248ba
 def _make_own(cfg: DecideConfig):
-    "Make the worlds of one's own model, prompts and judge: one for each seed."
+    "Make worlds of the given model, prompts and judge: one for each seed."
     jobs = []
     for k in range(cfg.seeds):
         given = dict(
@@ -118,7 +118,7 @@ def _make_own(cfg: DecideConfig):
             seed=cfg.seed + k)
         jobs.append(Job(_seed_farm(cfg, k).world, 'bring_your_own', given))
     run_or_fail(jobs, 1, 'worlds', 'making a world')
-    if cfg.seeds > 1: print('what learned from one half of the prompts is judged on the other')
+    if cfg.seeds > 1: print('policies learn from half of the prompts and are judged on the rest')
 
 # %% ../nbs/decide.ipynb #25b98d61
 def _label_sources(cfg: DecideConfig) -> list[str]:
@@ -169,18 +169,18 @@ _FEWEST_FOR_RATES = 30   # labels, to correct a judge's rates
 
 
 def _judge_check(
-    verdicts,  # the judge's, (N,) in [0, 1]
-    votes,     # people's on the same pairs, (N,) in [0, 1]
+    verdicts,  # of the judge, (N,) in [0, 1]
+    votes,     # of people on the same pairs, (N,) in [0, 1]
 ) -> tuple[Interval, str]:
-    "Estimate how often votes are on the judge's side, and say whether it may label."
+    "Estimate how often people agree with the judge, and say whether it may label."
     n = len(votes)
     if n < FEWEST_LABELS: return Interval(1., 0., 1.), f'{n} labels cannot check the judge'
     agreed = wilson(n*judge_agreement(verdicts, votes), n)
-    may = 'may label, though that it is better than a coin is not shown'
+    may = 'may label, though it is not shown to be better than a coin'
     if agreed.low > .5: may = 'may label'
     if agreed.value <= .5: may = 'may not label: it is no better than a coin'
     value, low, high = (round(100*x) for x in agreed)
-    return agreed, f'by {n} labels, {value} % [{low}, {high}] on its side, the judge {may}'
+    return agreed, f'people agree with the judge in {value} % [{low}, {high}] of {n} labels: the judge {may}'
 
 # %% ../nbs/decide.ipynb #0892bbef
 def _check_pair(answer: dict, sft: dict) -> dict:
@@ -233,7 +233,7 @@ def _marks_of(answers: list[dict]) -> dict[str, np.ndarray]:
 
 # %% ../nbs/decide.ipynb #faa28155
 def _has_room(
-    scores: np.ndarray,  # (instructions, N) rewards of samples of the policy
+    scores: np.ndarray,  # (requests, N) rewards of samples of the policy
     reached: float,      # mean reward of the best method so far
 ) -> bool:
     "Say whether samples foretell a reward that is a quarter of a standard deviation higher."
@@ -244,8 +244,8 @@ def _has_room(
 # %% ../nbs/decide.ipynb #dec1de10
 class Board(NamedTuple):
     "Candidates' answers, and what a judge says of them beside SFT's."
-    answers: dict[str, list[dict]]  # SFT's first; instructions in random order, each of one seed
-    judge: np.ndarray               # (instructions, M) preferences in [0, 1], means over the seeds
+    answers: dict[str, list[dict]]  # SFT's first; requests in random order, each of one seed
+    judge: np.ndarray               # (requests, M) preferences in [0, 1], means over the seeds
     facts: object                   # DataFrame of the farm's board: what needs no people
     trusted: bool = True            # whether the judge has passed the check
 
@@ -266,7 +266,7 @@ def read_board(
     taught: list[str],  # runs of methods that were made
     judge,              # f(records) -> preferences
 ) -> Board:
-    """Judge the candidates of all seeds, by instruction.
+    """Judge the candidates of all seeds, by request.
 
     Parameters:
       taught : runs of methods that were made
@@ -274,7 +274,7 @@ def read_board(
     """
     import pandas as pd
     facts = []
-    # by instruction, a list over the seeds that answered it
+    # by request, a list over the seeds that answered it
     shown = {}
     verdicts = {}
     for k in range(cfg.seeds):

@@ -37,14 +37,14 @@ class FarmConfig(JudgedConfig):
       out : run folder of the farm's results; <runs>/farm when runs is another (default: runs/farm)
       world : folder of the world; <runs>/world is made if it is not there (default: runs/world)
       runs : folder of the runs; <world>_runs when only the world is another (default: runs)
-      methods : of the board; empty: all of farm.yaml (default: [])
-      seeds : replicates; those after the first in <runs>/seed_1, seed_2, ... (default: 1)
+      methods : on the board; empty: all of farm.yaml (default: [])
+      seeds : replicates; all but the first are in <runs>/seed_1, seed_2, ... (default: 1)
       size : default, quick (coarser), or a file like nbs/recipes/quick.yaml (default: default)
       workers : runs side by side; 0 for the number of cores (default: 0)
       place : where the runs are made: empty for this machine, ray or slurm (default: )
-      crowd : annotators for the second training; empty: the crowd of each world (default: )
-      held_out : those who judge the board; empty: the held-out crowd of each world (default: )
-      pool : simulated annotators: they label and judge; empty: the pool of each world (default: )
+      crowd : judges who label for the second training; empty: the crowd of each world (default: )
+      held_out : judges of the board; empty: the held-out crowd of each world (default: )
+      pool : simulated judges, who label and judge; empty: the pool of each world (default: )
       labels : people's labels of the answers, to correct the win rates under held_out (default: )
       policies : models trained elsewhere on labels of the first replicate, to be rows of its board
         (default: [])
@@ -53,15 +53,15 @@ class FarmConfig(JudgedConfig):
     out: str = 'runs/farm'  # run folder of the farm's results; <runs>/farm when runs is another
     world: str = 'runs/world'  # folder of the world; <runs>/world is made if it is not there
     runs: str = 'runs'  # folder of the runs; <world>_runs when only the world is another
-    methods: list[str] = field(default_factory=list)  # of the board; empty: all of farm.yaml
-    seeds: Positive = 1  # replicates; those after the first in <runs>/seed_1, seed_2, ...
+    methods: list[str] = field(default_factory=list)  # on the board; empty: all of farm.yaml
+    seeds: Positive = 1  # replicates; all but the first are in <runs>/seed_1, seed_2, ...
     size: str = 'default'  # default, quick (coarser), or a file like nbs/recipes/quick.yaml
     workers: Annotated[Count, ASIDE] = 0  # runs side by side; 0 for the number of cores
     # where the runs are made: empty for this machine, ray or slurm
     place: Annotated[str, ASIDE] = ''
-    crowd: Judge = ''  # annotators for the second training; empty: the crowd of each world
-    held_out: Judge = ''  # those who judge the board; empty: the held-out crowd of each world
-    pool: Judge = ''  # simulated annotators: they label and judge; empty: the pool of each world
+    crowd: Judge = ''  # judges who label for the second training; empty: the crowd of each world
+    held_out: Judge = ''  # judges of the board; empty: the held-out crowd of each world
+    pool: Judge = ''  # simulated judges, who label and judge; empty: the pool of each world
     # people's labels of the answers, to correct the win rates under held_out
     labels: Labels = ''
     # models trained elsewhere on labels of the first replicate, to be rows of its board
@@ -135,7 +135,7 @@ def population(
     role: str,       # crowd, held_out or pool
     world: World,    # of the replicate
 ) -> str:
-    """Return who has a role: those of the setting, or the world's.
+    """Return who has a role by the settings, or else in the world.
 
     Parameters:
       role : crowd, held_out or pool
@@ -156,20 +156,20 @@ def names_of(cfg: FarmConfig, world: World) -> dict[str, dict]:
 
 # %% ../nbs/farm.ipynb #992109bf
 def _all_sizes(cfg: FarmConfig, world: World) -> dict[str, dict]:
-    "Settings by notebook or run: the world's, then those of `size`; None for what is not made."
+    "Settings by notebook or run, of the world and of `size`; None for what is not made."
     given = read_sizes(cfg.size)
     sizes = {}
     for name in (*world.sizes, *given):
         both = [world.sizes.get(name, {}), given.get(name, {})]
         sizes[name] = None if None in both else both[0] | both[1]
-    for name, row in RUNS.items():   # a method's are for both sources of labels
+    for name, row in RUNS.items():   # a method's settings are for both sources of labels
         if row['method'] in sizes: sizes.setdefault(name, sizes[row['method']])
     # all greedy answers are the same
     return sizes | dict(sft_greedy=sizes.get('sft_greedy', {}) | dict(n=1))
 
 # %% ../nbs/farm.ipynb #8b9814bc
 def _left_out(cfg: FarmConfig, world: World, sizes: dict) -> set[str]:
-    "The runs that are not made in this world, and those that read one."
+    "The runs that are not made in this world, and the runs that read such a run."
     left = set()
     if world.policy: left |= {'sft', 'base'}
     for name, row in RUNS.items():   # each after what it reads
@@ -321,7 +321,7 @@ def run(cfg: FarmConfig):
     folder = start(cfg, run, given + made)
     if folder.done: return folder
     folder.load()
-    folder.before['wall'] = folder.began - began   # that of the runs
+    folder.before['wall'] = folder.began - began   # the time of the runs
 
     # boards and figures are written even if some runs failed
     figures = _write_tables(folder, replicates, made)

@@ -36,14 +36,14 @@ class LabellingConfig(Config):
     Settings:
       out : run folder (default: runs/labelling)
       outputs : pairs or candidates: a run of best_of_n, or a file (default: runs/samples)
-      against : answers to show beside those in `outputs`, as output_1 (default: )
+      against : answers to show beside the answers of `outputs`, as output_1 (default: )
       methods : methods whose answers are compared with each other: runs or files; empty: `outputs`
         (default: [])
       design : what is asked of methods, as in judging.duels (default: best)
       budget : votes on methods in all (default: 200)
       labels : votes on methods that were given elsewhere: a file (default: )
-      columns : names of columns: ours, equals sign, yours (default: )
-      draw : label only so many instructions, drawn at random; 0: all (default: 0)
+      columns : columns of yours: our name, equals sign, your name (default: )
+      draw : label the pairs of so many requests, drawn at random; 0: all (default: 0)
       strata : draw within groups of pairs: by the longer answer, or by a judge's verdict (default:
         )
       store : where labels are stored, together with answers of judges (default:
@@ -56,15 +56,15 @@ class LabellingConfig(Config):
     out: str = 'runs/labelling'         # run folder
     # pairs or candidates: a run of best_of_n, or a file
     outputs: Annotated[Named, Reads(('candidates', 'outputs'))] = 'runs/samples'
-    # answers to show beside those in `outputs`, as output_1
+    # answers to show beside the answers of `outputs`, as output_1
     against: Annotated[str, Reads(('outputs',))] = ''
     # methods whose answers are compared with each other: runs or files; empty: `outputs`
     methods: Annotated[list[str], Reads(('outputs', 'candidates'))] = field(default_factory=list)
     design: Design = 'best'             # what is asked of methods, as in judging.duels
     budget: Positive = 200              # votes on methods in all
     labels: Labels = ''                 # votes on methods that were given elsewhere: a file
-    columns: str = ''                   # names of columns: ours, equals sign, yours
-    draw: Count = 0                     # label only so many instructions, drawn at random; 0: all
+    columns: str = ''                   # columns of yours: our name, equals sign, your name
+    draw: Count = 0                     # label the pairs of so many requests, drawn at random; 0: all
     # draw within groups of pairs: by the longer answer, or by a judge's verdict
     strata: Literal['', 'length', 'verdict'] = ''
     # where labels are stored, together with answers of judges
@@ -128,8 +128,8 @@ def pairs_to_label(cfg) -> list[dict]:
     pairs = [p for p in pairs if p['output_1'] != p['output_2']]   # which need no label
     prompts = {prompt_key(p) for p in pairs}
     if cfg.strata and len(prompts) < len(pairs):
-        raise ValueError(f'strata = {cfg.strata}: an instruction has several pairs. Draw without')
-    strata = {}   # by side, then by instruction, in random order
+        raise ValueError(f'strata = {cfg.strata}: a request has several pairs. Draw without')
+    strata = {}   # by side, then by request, in random order
     for p in sorted(pairs, key=place):
         strata.setdefault(_side(p, cfg), {}).setdefault(prompt_key(p), []).append(p)
     fewest = FEWEST_LABELS if cfg.strata else 0
@@ -209,7 +209,7 @@ class LabellingQueue:
     def record_label(self,
         i: int,                     # number of the pair
         swapped: bool,              # whether its second output was shown first
-        preference: float | None,   # 1, 2 or 1.5 in the order shown; None for no verdict
+        preference: float | None,   # 1, 2 or 1.5 in the order shown; None for no label
         seconds: float = 0.,        # that it took
         undone: bool = False,       # whether the last answer is taken back
     ):
@@ -218,7 +218,7 @@ class LabellingQueue:
         Parameters:
           i : number of the pair
           swapped : whether its second output was shown first
-          preference : 1, 2 or 1.5 in the order shown; None for no verdict
+          preference : 1, 2 or 1.5 in the order shown; None for no label
           seconds : that it took
           undone : whether the last answer is taken back
         """
@@ -296,7 +296,7 @@ def _box(text):
 def _pair_html(
     pair: dict,  # from `_label_request`
 ) -> str:
-    "Write a pair as a person sees it: the instruction, and two answers side by side."
+    "Write a pair as a person sees it: the request, and two answers side by side."
     asked = '\n\n'.join(filter(None, (pair['instruction'], pair['input'])))
     return (f'{_box(asked)}<div style="{_COLUMNS_STYLE}"><div><b>1</b>{_box(pair["output_1"])}'
             f'</div><div><b>2</b>{_box(pair["output_2"])}</div></div>')
@@ -472,7 +472,7 @@ def labelling_widget(cfg: LabellingConfig):
 
 
 def _write_duels(folder, duels: MethodDuels, found: Duels, waiting: list[dict]) -> str:
-    "Write what the duels say and those that wait for a vote; return the best method, if known."
+    "Write what the duels say, and the duels that wait for a vote; return the best method, if known."
     cfg = duels.cfg
     folder.write('to_label.json', waiting)
     write_csv(folder, 'duels.csv', pair_table(found, duels.numbers, cfg.methods))

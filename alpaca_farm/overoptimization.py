@@ -54,18 +54,19 @@ class OverConfig(SampleConfig, JudgedConfig):
     Settings:
       out : run folder (default: runs/overoptimization)
       policy : SFT, from which distances are measured (default: runs/sft)
-      bank : a run of best_of_n with many of its samples (default: runs/bank)
-      references : its answers that policies are compared with (default: runs/references)
+      bank : a run of best_of_n with many samples of SFT (default: runs/bank)
+      references : answers of SFT, with which policies are compared (default: runs/references)
       proxies : reward models (default: ['runs/reward_model', 'runs/reward_model_crowd',
         'runs/reward_model_light', 'runs/reward_model_bare', 'runs/reward_model_light_crowd',
         'runs/reward_model_judge', 'runs/reward_model_vain'])
-      policies : best with checkpoints (default: ['runs/ppo', 'runs/rloo', 'runs/dpo',
-        'runs/expert_iteration', 'runs/rrhf', 'runs/quark', 'runs/ppo_crowd', 'runs/rloo_crowd',
-        'runs/dpo_crowd', 'runs/rloo_free', 'runs/rloo_free_light', 'runs/rloo_free_bare',
-        'runs/rloo_free_crowd', 'runs/rloo_free_judge', 'runs/rloo_free_vain'])
+      policies : runs of policies, best with several checkpoints (default: ['runs/ppo', 'runs/rloo',
+        'runs/dpo', 'runs/expert_iteration', 'runs/rrhf', 'runs/quark', 'runs/ppo_crowd',
+        'runs/rloo_crowd', 'runs/dpo_crowd', 'runs/rloo_free', 'runs/rloo_free_light',
+        'runs/rloo_free_bare', 'runs/rloo_free_crowd', 'runs/rloo_free_judge',
+        'runs/rloo_free_vain'])
       world : the world, with a utility and held-out judges (default: runs/world)
-      instances : instructions of the bank to use (default: 150)
-      answers : answers of each policy to each of them (default: 4)
+      instances : requests of the bank to use (default: 150)
+      answers : answers of each policy to each request (default: 4)
       max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
       max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
@@ -76,19 +77,19 @@ class OverConfig(SampleConfig, JudgedConfig):
     """
     out: str = 'runs/overoptimization'      # run folder
     policy: Annotated[str, MODEL, SIZES] = 'runs/sft'  # SFT, from which distances are measured
-    bank: Annotated[str, Reads(('candidates',))] = 'runs/bank'  # a run of best_of_n with many of its samples
-    # its answers that policies are compared with
+    bank: Annotated[str, Reads(('candidates',))] = 'runs/bank'  # a run of best_of_n with many samples of SFT
+    # answers of SFT, with which policies are compared
     references: Annotated[str, Reads(('candidates',))] = 'runs/references'
     # reward models
     proxies: Annotated[list[str], Reads()] = field(default_factory=lambda: PROXIES)
-    # best with checkpoints
+    # runs of policies, best with several checkpoints
     policies: Annotated[list[str], Reads()] = field(default_factory=lambda: POLICIES)
     world: Annotated[str, Reads()] = 'runs/world'  # the world, with a utility and held-out judges
-    instances: Annotated[int, Ge(2)] = 150  # instructions of the bank to use
-    answers: Positive = 4                   # answers of each policy to each of them
+    instances: Annotated[int, Ge(2)] = 150  # requests of the bank to use
+    answers: Positive = 4                   # answers of each policy to each request
 
 # %% ../nbs/overoptimization.ipynb #152ddf00
-def _score_bank(bank: list[dict], score) -> np.ndarray:  # (instructions, N)
+def _score_bank(bank: list[dict], score) -> np.ndarray:  # (requests, N)
     "`score`, a function of records, on every sample of the bank; equal samples are scored once."
     places = {}     # of the distinct samples
     distinct = []
@@ -113,16 +114,18 @@ def standard_reward(score, bank: list[dict]) -> tuple:
 
 # %% ../nbs/overoptimization.ipynb #db9e5359
 def _curve_point(proxy, utility, crowd, **columns) -> dict:
-    """Means over instructions with 95 % intervals, from arrays (instructions,): proxy and utility
-    standardised, the crowd's preferences over SFT from 1 to 2, as a win rate in percent."""
-    row = dict(columns, each=utility, crowd=100*float(crowd.mean() - 1))
-    return row | bootstrap(proxy).columns('proxy') | bootstrap(utility).columns('utility')
+    """Means over requests with 95 % intervals, from arrays (requests,): proxy and utility
+    standardised, the crowd's preferences over SFT from 1 to 2, as a win rate in per cent."""
+    row = dict(columns, each=utility)
+    for name, values in dict(crowd=100*(crowd - 1), proxy=proxy, utility=utility).items():
+        row |= bootstrap(values).columns(name)
+    return row
 
 # %% ../nbs/overoptimization.ipynb #6249e919
 def _bank_curve(proxy, utility, crowd, logprob, marks: dict = {}, **columns) -> list[dict]:
     """Rows for n = 1, 2, 4, ..., N, with further `columns`.
 
-    From arrays (instructions, N) over the bank: standardised scores, preferences of the crowd,
+    From arrays (requests, N) over the bank: standardised scores, preferences of the crowd,
     log-probabilities of the samples in nats, and marks by name."""
     rows = []
     n = 1
@@ -190,7 +193,7 @@ def foretell_beyond(
     form: str,   # best_of_n or rl
     limit: float = 4.,   # nats, below which the curve is fitted
 ) -> tuple[float, float, np.ndarray]:  # a, b, and the utility foretold at the other points
-    """Fit a curve to near points and extrapolate it; ValueError for fewer than four near ones.
+    """Fit a curve to near points and extrapolate it; ValueError for fewer than four near points.
 
     Parameters:
       kl : (K,) distances from the start, in nats
@@ -209,7 +212,7 @@ def foretell_beyond(
 def falls_from_best(
     utility: np.ndarray,  # (worlds, points), the same points in all worlds, the last one last
 ) -> np.ndarray:  # (worlds,)
-    """Subtract each world's last utility from that at the best point, picked on the other worlds.
+    """Subtract each world's last utility from its utility at the best point, which the other worlds pick.
 
     Parameters:
       utility : (worlds, points), the same points in all worlds, the last one last
@@ -236,7 +239,7 @@ def _label_name(proxy: str) -> str:
         annotators = made['settings']['annotators']
         flips = flip_share(made['settings'].get('label_flip', 0.), annotators)
         name = Path(annotators.rpartition(':')[2]).stem
-        if flips: name += f', {flips:.0%} flips'
+        if flips: name += f', {100*flips:.0f} % flips'
     likelihood = config.get('given', {}).get('likelihood')
     return name if likelihood is None else f'{name}, likelihood {likelihood:g}'
 
@@ -272,19 +275,19 @@ def checkpoints(folder: str) -> list[tuple[int, str]]:
 # %% ../nbs/overoptimization.ipynb #74debec7
 def measure_policy(
     folder: str,          # of a checkpoint
-    records: list[dict],  # instructions
+    records: list[dict],  # requests
     scores,               # function of records to scores by name
     reference: Policy,    # SFT's model
     cfg: OverConfig,
-) -> dict:  # kl, and the scores by instruction
+) -> dict:  # kl, and the scores by request
     """Measure a checkpoint on fresh samples: its KL to the reference, and its scores.
 
     Parameters:
       folder : of a checkpoint
-      records : instructions
+      records : requests
       scores : function of records to scores by name
       reference : SFT's model
-    Returns: kl, and the scores by instruction
+    Returns: kl, and the scores by request
     """
     policy = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, records, cfg, n=cfg.answers)
@@ -329,19 +332,19 @@ def standard_marks(world: World, bank: list[dict]) -> tuple:
 
 # %% ../nbs/overoptimization.ipynb #ef3597ee
 def foretell(
-    rewards: np.ndarray,           # (instructions, N) of a bank
+    rewards: np.ndarray,           # (requests, N) of a bank
     marks: dict[str, np.ndarray],  # of the bank, likewise
     reward: float,                 # the mean reward to foretell at
-    realised: dict | None = None,  # (instructions,) of a policy with this reward, by mark
+    realised: dict | None = None,  # (requests,) of a policy with this reward, by mark
     **columns,
 ) -> list[dict]:  # a row for each mark; one without where fewer than ten samples would tell
     """Foretell marks at a mean reward, and the error: realised minus foretold.
 
     Parameters:
-      rewards : (instructions, N) of a bank
+      rewards : (requests, N) of a bank
       marks : of the bank, likewise
       reward : the mean reward to foretell at
-      realised : (instructions,) of a policy with this reward, by mark
+      realised : (requests,) of a policy with this reward, by mark
     Returns: a row for each mark; one without where fewer than ten samples would tell
     """
     columns |= dict(reward=reward)
@@ -367,7 +370,7 @@ def _check_temperature(cfg: OverConfig):
 
 # %% ../nbs/overoptimization.ipynb #85b47e71
 class Measures(NamedTuple):
-    "What measures answers, and what it gives for the bank: arrays (instructions, N)."
+    "What measures answers, and what it gives for the bank: arrays (requests, N)."
     bank: list[dict]
     crowd: Callable             # records -> preferences over the references, from 1 to 2
     marks: Callable             # records -> standardised marks by name
@@ -476,12 +479,12 @@ SHAPES = dict(small=dict(hidden_size=64, ffn=160),
 class FreeJobs:
     "Jobs of a study: reward models, policies on them without a penalty, and the policies' curves."
     farm: str    # folder of the farm's runs in this world
-    study: str   # folder of the study's own
+    study: str   # folder of the study's own runs
     seed: int    # of the world's runs
     sizes: dict = field(default_factory=dict)  # settings of a smaller study, by notebook or run
     steps: int = 48         # of every policy
     save_every: int = 3     # steps between two points of its curve
-    instances: int = 100    # instructions on which it is measured
+    instances: int = 100    # requests on which a policy is measured
 
     def make(self, name: str, kind: str, cost: float, needs: list[str], **settings) -> Job:
         "Make the job of any run of the study."

@@ -43,10 +43,10 @@ class WorldConfig(TrainConfig):
       out : run folder: the dataset, the crowd and the pool, and the base model (default:
         runs/world)
       sft : demonstrations for supervised training (AlpacaFarm: 10,000) (default: 24000)
-      preference : instructions to compare answers on (10,000) (default: 6000)
-      unlabeled : instructions without answers (20,000) (default: 2000)
-      val : validation instructions (2,000) (default: 500)
-      eval : evaluation instructions (805) (default: 805)
+      preference : requests on which answers are compared (10,000) (default: 6000)
+      unlabeled : requests without answers (20,000) (default: 2000)
+      val : validation requests (2,000) (default: 500)
+      eval : evaluation requests (805) (default: 805)
       sft_skill : mean skill of the demonstrators, 0 to 1 (default: 0.5)
       contested : share of facts about which many authors believe a common mistake (default: 0.5)
       prose_right : share of these mistakes that the prose corrects; 0: it is as mistaken as
@@ -57,7 +57,7 @@ class WorldConfig(TrainConfig):
       mistaken : share of the contested facts about which the whole pool is mistaken (default: 0.3)
       flips : share of the pool's labels that are flipped (default: 0.1)
       fidelity : how much the judges of the pool resemble the crowd, 0 to 1 (default: 0.8)
-      coin : factor of each annotator's own chance (default: 1.0)
+      coin : factor of each judge's own chance (default: 1.0)
       disagreement : factor of the spread of the crowd's tastes and of its mistakes (default: 1.0)
       prose : pages of prose the base model is trained on (default: 10000)
       dialogues : further pages: requests answered by authors who are described beforehand (default:
@@ -77,10 +77,10 @@ class WorldConfig(TrainConfig):
     """
     out: str = 'runs/world'  # run folder: the dataset, the crowd and the pool, and the base model
     sft: Positive = 24000  # demonstrations for supervised training (AlpacaFarm: 10,000)
-    preference: Positive = 6000               # instructions to compare answers on (10,000)
-    unlabeled: Positive = 2000                # instructions without answers (20,000)
-    val: Annotated[int, Interval(ge=1, le=5000)] = 500  # validation instructions (2,000)
-    eval: Annotated[int, Interval(ge=1, le=5000)] = 805  # evaluation instructions (805)
+    preference: Positive = 6000               # requests on which answers are compared (10,000)
+    unlabeled: Positive = 2000                # requests without answers (20,000)
+    val: Annotated[int, Interval(ge=1, le=5000)] = 500  # validation requests (2,000)
+    eval: Annotated[int, Interval(ge=1, le=5000)] = 805  # evaluation requests (805)
     sft_skill: Share = 0.5                    # mean skill of the demonstrators, 0 to 1
     contested: Share = 0.5  # share of facts about which many authors believe a common mistake
     # share of these mistakes that the prose corrects; 0: it is as mistaken as demonstrators
@@ -92,7 +92,7 @@ class WorldConfig(TrainConfig):
     mistaken: Share = 0.3  # share of the contested facts about which the whole pool is mistaken
     flips: Share = 0.1  # share of the pool's labels that are flipped
     fidelity: Share = 0.8  # how much the judges of the pool resemble the crowd, 0 to 1
-    coin: Annotated[float, Ge(0.01)] = 1.0   # factor of each annotator's own chance
+    coin: Annotated[float, Ge(0.01)] = 1.0   # factor of each judge's own chance
     disagreement: Amount = 1.0  # factor of the spread of the crowd's tastes and of its mistakes
     prose: Positive = 10000                   # pages of prose the base model is trained on
     # further pages: requests answered by authors who are described beforehand
@@ -161,7 +161,7 @@ def _sample_author(
 
 
 def sample_splits(cfg: WorldConfig) -> dict[str, list[dict]]:
-    "Sample the five splits, as records of instruction, input and output."
+    "Sample the five splits, as records with a request and an answer."
     truth = sample_truth(cfg.seed, cfg.contested)
     rng = random.Random(cfg.seed)
     splits = {}

@@ -110,7 +110,7 @@ def _word_answers(folder: str, candidates: list[dict]) -> dict[str, list[dict]]:
 
 # %% ../../nbs/boards/farm_board.ipynb #a0170012
 def _suffixed(
-    answers: list[dict],     # one to each instruction, in a list
+    answers: list[dict],     # one to each request, in a list
     candidates: list[dict],  # samples, whose last sentences are tried
     references: list[dict],
     judge,
@@ -193,7 +193,7 @@ def farm_board(
     runs: list[str],     # names of the methods' runs
     labels: str = '',    # people's labels of answers, to correct the first judge
     policies: dict = {},  # runs that have answered for outside policies, by row
-) -> tuple:  # answers by row; {judge: {row: (instructions,) preferences over SFT}}; the DataFrame
+) -> tuple:  # answers by row; {judge: {row: (requests,) preferences over SFT}}; the DataFrame
     """Judge the answers of all rows of a replicate.
 
     Parameters:
@@ -202,7 +202,7 @@ def farm_board(
       runs : names of the methods' runs
       labels : people's labels of answers, to correct the first judge
       policies : runs that have answered for outside policies, by row
-    Returns: answers by row; {judge: {row: (instructions,) preferences over SFT}}; the DataFrame
+    Returns: answers by row; {judge: {row: (requests,) preferences over SFT}}; the DataFrame
     """
     import pandas as pd
     answers = method_answers(folder, runs)
@@ -226,7 +226,7 @@ def farm_board(
 
 # %% ../../nbs/boards/farm_board.ipynb #fda4690e
 def _mark_means(records: list[dict], world: World):
-    "Each mark of records and their sum (a DataFrame), means over the answers to an instruction."
+    "Each mark of records and their sum (a DataFrame), means over the answers to a request."
     import pandas as pd
     answers = []
     for r in records: answers += [dict(r, output=text) for text in output_texts(r)]
@@ -266,14 +266,14 @@ def parts_table(
 # %% ../../nbs/boards/farm_board.ipynb #c773b066
 def write_boards(
     run,            # the farm's
-    boards: list,   # the leaderboard of each replicate
+    boards: list,   # the board of each replicate
     names: dict,    # who judges, by column
 ):
     """Write boards and their figures; `crowd_sd` is the spread of each row over replicates.
 
     Parameters:
       run : the farm's
-      boards : the leaderboard of each replicate
+      boards : the board of each replicate
       names : who judges, by column
     """
     import pandas as pd
@@ -292,12 +292,36 @@ def write_boards(
         write_figure(run, f'{name}.png', figure)
 
 # %% ../../nbs/boards/farm_board.ipynb #51e0b0a2
-def short_board(folder: str):
-    """Show a finished farm's board in short, as a DataFrame of strings.
+_PLAIN_NAMES = {   # rows of a board, and their names on the short board
+    'best_of_n': 'best of several answers',
+    'expert_iteration': 'expert iteration',
+    'ppo': 'PPO',
+    'rloo': 'RLOO',
+    'dpo': 'DPO',
+    'rrhf': 'RRHF',
+    'quark': 'Quark',
+    'feedme': 'FeedME',
+    'reward_conditioning': 'reward conditioning',
+    'greedy SFT': 'always the likeliest next token',
+    'words x asker': 'choice by words and asker',
+    'bag of words': 'choice by words',
+    'best without labels': 'choice by a rule without labels',
+    'base verdict': 'choice by the pretrained model',
+    'one suffix for all': 'one sentence added to all answers'}
 
-    Columns: win rate over SFT under the board's judge in %, with its 95 % interval over instructions;
-    the same for the run on people's labels; win rate under the pool; KL from SFT in nats per
-    answer; words. Who judges and who labels is named as in names.json."""
+
+def _plain_name(row: str) -> str:
+    "The plain name of a board's row."
+    return _PLAIN_NAMES.get(row, row.replace('by the utility', 'by true worth'))
+
+
+def short_board(folder: str):
+    """Show a finished farm's board in short, as a DataFrame of strings with plain names.
+
+    Columns: win rate over SFT in %, with its 95 % interval over requests, of the method that
+    learned from the pool's labels and of the method that learned from the crowd's; win rate
+    according to the pool; KL from SFT in nats per answer; words. Who judges and who labels is
+    named as in names.json."""
     import pandas as pd
     board = pd.read_csv(at_root(folder)/'leaderboard.csv', index_col='method')
     names = read_json(at_root(folder)/'names.json')
@@ -309,8 +333,10 @@ def short_board(folder: str):
     methods = [m for m in methods if m not in ON_CROWD.values()]
     columns = [name for name in ('pool', 'kl', 'length') if name in board]
     numbers = board.loc[methods, columns].round(1).astype(object).fillna('')
-    numbers = numbers.rename(columns=dict(names['judges'], kl='KL', length='words'))
-    numbers.insert(0, names['judges']['crowd'], [won[m] for m in methods])
+    named = dict(kl='distance', length='words')
+    for column, judge in names['judges'].items(): named[column] = f'judge: {judge}'
+    numbers = numbers.rename(columns=named)
+    numbers.insert(0, named['crowd'], [won[m] for m in methods])
     on_others = [won.get(ON_CROWD.get(m), '') for m in methods]
     if any(on_others): numbers.insert(1, f'labels: {names["labels"]["crowd"]}', on_others)
-    return numbers.rename_axis(None).rename_axis('[ ]: over instructions of one world', axis=1)
+    return numbers.rename(index=_plain_name).rename_axis(None).rename_axis('wins in %', axis=1)

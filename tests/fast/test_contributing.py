@@ -64,7 +64,7 @@ def project(tmp_path_factory):
         shutil.copytree(tiny.ROOT/name, root/name, ignore=skipped)
     for name in ('settings.ini', 'README.md', 'pytest.ini'):
         shutil.copy(tiny.ROOT/name, root)
-    for heading in ('A method', 'A preference loss', 'An advantage', 'An annotator',
+    for heading in ('A method', 'A preference loss', 'An advantage', 'A judge',
                     'A format of files'):
         for block in blocks(heading):
             add(root, *block)

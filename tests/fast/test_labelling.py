@@ -38,11 +38,11 @@ def page_of(pairs, path, person='Ann', key_delay=0., **more):
     return LabellingPage(LabellingQueue(pairs, Store(path), person, **more), key_delay)
 
 
-def simulate_person(page, annotator, n):
-    "An annotator labels at most n pairs, through the page's buttons."
+def simulate_person(page, judge, n):
+    "A judge labels at most n pairs, through the page's buttons."
     for _ in range(n):
         if page.pair:
-            page.buttons[f'{annotator([page.pair])[0]:.0f}'].click()
+            page.buttons[f'{judge([page.pair])[0]:.0f}'].click()
 
 
 def longer(ps): return [1. if len(p['output_1']) > len(p['output_2']) else 2. for p in ps]

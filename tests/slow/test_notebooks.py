@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from alpaca_farm import farm
-from alpaca_farm.boards.farm_board import short_board
+from alpaca_farm.boards.farm_board import _plain_name, short_board
 from alpaca_farm.run import execution
 from alpaca_farm.run.execution import is_needed
 from alpaca_farm.run.files import read_json
@@ -299,11 +299,12 @@ def test_the_short_board_and_the_simulation_are_of_the_board(made):
     folder = made[0]/'farm'
     by = {r['method']: r for r in table(folder/'leaderboard.csv')}
     short = short_board(str(folder))
-    assert {*methods(), 'greedy SFT', 'bag of words'} <= {*short.index}
+    plain = {name: _plain_name(name) for name in methods()}
+    assert {*plain.values(), 'always the likeliest next token', 'choice by words'} <= {*short.index}
     for name in methods():
-        assert short['held-out crowd'][name].startswith(f'{float(by[name]["crowd"]):.1f} ')
+        assert short['judge: held-out crowd'][plain[name]].startswith(f'{float(by[name]["crowd"]):.1f} ')
         crowd = float(by[f'{name}_crowd']['crowd'])
-        assert short['labels: crowd'][name].startswith(f'{crowd:.1f} ')
+        assert short['labels: crowd'][plain[name]].startswith(f'{crowd:.1f} ')
     simulated = {r['method']: r for r in table(folder/'simulation.csv')}
     assert {*simulated} - {SUFFIX} == {'base model', 'sft', *methods()}
     for name in methods():
