@@ -130,7 +130,7 @@ def test_settings_have_numbers_as_soon_as_they_are_made(base, tmp_path, capsys):
         from_args(DPOConfig, ['--help'])
     said = ' '.join(capsys.readouterr().out.split())
     assert '(default: by size, 0.0003 for a toy,' in said
-    assert '25 steps; lengths fit 95 % of' in said
+    assert 'has 25 steps. Limits of lengths fit 95 % of' in said
 
 
 def test_a_model_of_the_hub_is_counted_before_its_rate_is_taken(base, tmp_path, hub, monkeypatch):
