@@ -28,14 +28,14 @@ from ..run.settings import Amount, ASIDE, Config, Scale
 
 # %% ../../nbs/ask/client.ipynb #50a2c667
 def parse_mapping(
-    name: str,           # of the setting
+    name: str,           # name of the setting
     entries: list[str],  # such as "old=new"
     kind=str,            # type of the right-hand side
 ) -> dict:
     """Read the entries of a setting as a dict; ValueError for an entry of another form.
 
     Parameters:
-      name : of the setting
+      name : name of the setting
       entries : such as "old=new"
       kind : type of the right-hand side
     """
@@ -57,19 +57,20 @@ class ApiConfig(Config):
     Settings:
       out : run folder (default: )
       base_url : such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI (default: )
-      models : model, equals sign, its replacement (default: [])
-      decoding : field of requests, equals sign, value (default: [])
+      models : replaced models, such as gpt-4=gpt-4.1 (default: [])
+      decoding : fields of requests, such as temperature=0 (default: [])
       store : file of all answers, shared by runs and processes (default: runs/answers.sqlite)
       concurrency : requests under way at a time (default: 64)
       timeout : seconds of silence after which a request is sent again (default: 120.0)
       tries : times a request is sent before it counts as failed (default: 15)
-      budget : most dollars for all starts of this run folder; 0 for no limit (default: 0.0)
+      budget : the most dollars that all starts of this run folder may cost together; 0: no limit
+        (default: 0.0)
       prices : YAML file of prices, `name: [in, out]`, dollars per million tokens (default: )
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
-    models: list[str] = field(default_factory=list)  # model, equals sign, its replacement
-    decoding: list[str] = field(default_factory=list)  # field of requests, equals sign, value
+    models: list[str] = field(default_factory=list)  # replaced models, such as gpt-4=gpt-4.1
+    decoding: list[str] = field(default_factory=list)  # fields of requests, such as temperature=0
     # file of all answers, shared by runs and processes
     store: Annotated[str, ASIDE] = 'runs/answers.sqlite'
     # requests under way at a time
@@ -78,7 +79,7 @@ class ApiConfig(Config):
     timeout: Annotated[Scale, ASIDE] = 120.0
     # times a request is sent before it counts as failed
     tries: Annotated[int, Interval(ge=1, le=1000), ASIDE] = 15
-    # most dollars for all starts of this run folder; 0 for no limit
+    # the most dollars that all starts of this run folder may cost together; 0: no limit
     budget: Annotated[Amount, ASIDE] = 0.0
     # YAML file of prices, `name: [in, out]`, dollars per million tokens
     prices: Annotated[str, ASIDE] = ''
@@ -121,7 +122,7 @@ _REASONS = {401: 'the key is refused: check OPENAI_API_KEY',
 
 def _stop_reason(
     e: Exception,  # raised by the openai client
-    model: str,    # that was asked
+    model: str,    # the model that was asked
 ) -> str:
     "Say why an error makes every further request pointless, and the remedy; '' if it does not."
     if limit := limit_reached(e): return limit
@@ -160,7 +161,7 @@ class Usage:
     known: int = 0           # answers that were in the store
     asked: int = 0           # answers paid for now
     failed: dict = field(default_factory=dict)  # why requests were not answered, by request key
-    refused: set = field(default_factory=set)   # keys of those among them that would fail again
+    refused: set = field(default_factory=set)   # keys of failed requests that would fail again
     dollars: float | None = 0.  # cost of the answers paid for now; None once a price is unknown
     tokens: tuple = (0, 0)   # in and out, of the answers paid for now
     stopped: str = ''        # the limit that stopped the requests; empty if none did
@@ -189,7 +190,7 @@ class ApiClient:
         self.tally = Usage()
         self.own = set()      # keys of the answers that this client has asked for
         self.unread = []      # answers that the caller could not parse
-        self.readable = False   # whether the caller could parse any
+        self.readable = False   # whether the caller could parse any answer
         self.said = set()     # lines that are printed once
         self.reserved = 0.    # dollars that requests under way may cost
 
@@ -229,7 +230,7 @@ def highest_price(self: ApiClient, request: dict) -> float | None:
 @patch
 def print_forecast(self: ApiClient, requests: list[dict]) -> float | None:
     """Print and return the highest price of requests in dollars, None if it is unknown;
-    ValueError where there is a budget."""
+    ValueError if it is unknown and there is a budget."""
     models = sorted({r['model'] for r in requests})
     prices = [self.highest_price(r) for r in requests]
     dollars = None if None in prices else sum(prices)
@@ -254,8 +255,8 @@ def exceeds_budget(self: ApiClient, dollars: float) -> bool:
     if paid + self.reserved + dollars <= budget: return False
     tally.stopped = f'the budget of {format_dollars(budget)}'
     where = self.cfg.out or 'this client'
-    print(f'{self.name}: {tally.stopped} is reached: in all its starts, {where} has cost '
-          f'{format_dollars(paid)}, besides what is under way')
+    print(f'{self.name}: {tally.stopped} is reached: {where} has cost '
+          f'{format_dollars(paid)} in all its starts, without the requests under way')
     return True
 
 # %% ../../nbs/ask/client.ipynb #d6fdbaee
@@ -298,12 +299,12 @@ def note_answer(self: ApiClient,
     key: bytes,
     request: dict,
     answer: dict,
-    seconds: float,   # that it took
+    seconds: float,   # how long the answer took
 ):
     """Store an answer, add up tokens and prices, and hand it to the caller.
 
     Parameters:
-      seconds : that it took
+      seconds : how long the answer took
     """
     tally = self.tally
     model = request['model']
@@ -436,13 +437,13 @@ def tell_empty(self: ApiClient, answers: dict[bytes, dict]):
 @patch
 def begin(self: ApiClient,
     todo: dict[bytes, dict],   # requests by key
-    receive,                   # of a key and its answer: called with every answer
+    receive,                   # called with the key and the answer, for every answer
 ):
     """Set the state of a call.
 
     Parameters:
       todo : requests by key
-      receive : of a key and its answer: called with every answer
+      receive : called with the key and the answer, for every answer
     """
     self.todo = todo
     self.receive = receive
@@ -450,7 +451,7 @@ def begin(self: ApiClient,
     self.lost_in_a_row = 0    # requests that failed since the last answer
     self.fatal = None         # the error that ends the call
     self.ending = False       # after a signal of the system
-    for key in todo: self.tally.failed.pop(key, None)   # in an earlier call
+    for key in todo: self.tally.failed.pop(key, None)   # failures of an earlier call
     self.print_forecast(list(todo.values()))
     if not self.tally.asked: print(request_text(self.name, next(iter(todo.values()))))
     self.progress = Progress(self.name, len(todo))
@@ -459,9 +460,9 @@ def begin(self: ApiClient,
 @patch
 def __call__(self: ApiClient,
     requests: list[dict],
-    draws: list[int] = (),   # which of several answers each one asks for; 0 by default
-    receive=None,            # of a request's index and its answer: called when it is there
-) -> list[dict | None]:      # with `seconds`; None without an answer
+    draws: list[int] = (),   # which of several answers each request asks for; 0 by default
+    receive=None,            # called with a request's index and its answer, when it arrives
+) -> list[dict | None]:      # answers, each with its `seconds`; None without an answer
     """Answer requests; `tally` says why some have no answer. ValueError for errors that
     concern all requests; what came is stored."""
     keys = self.keys(requests, draws)
@@ -482,7 +483,7 @@ def __call__(self: ApiClient,
         self.run_loop()
         if self.fatal:
             raise ValueError(f'{redact(str(self.fatal))}. {self.tally.asked} answers were '
-                             'stored before that') from self.fatal
+                             'stored before this error') from self.fatal
     self.tell_empty(self.answers)
     return [self.answers.get(key) for key in keys]
 
@@ -493,14 +494,14 @@ _TRIAL = 20   # answers, of which one at least must be readable
 def ask(
     client: ApiClient,
     requests: list[dict],
-    read,   # of an index and an answer: what it says, or None where it cannot be read
+    read,   # takes an index and an answer; gives what the answer says, None if unreadable
     tries: list[int] = (),  # how often the client asks for a readable answer; once by default
     draws: list[int] = (),  # number of each request's first answer in the store
 ) -> tuple[list, list[list[dict]]]:   # what each request's last answer says; all its answers
     """Ask until answers can be read or have been tried; ValueError if none of the first can.
 
     Parameters:
-      read : of an index and an answer: what it says, or None where it cannot be read
+      read : takes an index and an answer; gives what the answer says, None if unreadable
       tries : how often the client asks for a readable answer; once by default
       draws : number of each request's first answer in the store
     Returns: what each request's last answer says; all its answers

@@ -20,7 +20,7 @@ REQUEST_FIELDS = ('max_tokens', 'max_completion_tokens', 'temperature', 'top_p',
 
 
 def parse_decoding(name: str, entries: list[str]) -> dict:
-    "Read the fields of a request in a setting, values as JSON or text; ValueError for others."
+    "Read the fields of a request in a setting, values as JSON or text; ValueError for unknown."
     decoding = {}
     for entry in entries:
         field, _, value = (part.strip() for part in entry.partition('='))
@@ -39,7 +39,7 @@ _FIXED_FIELDS = 'temperature', 'top_p', 'frequency_penalty', 'presence_penalty',
 
 
 def adapt_decoding(decoding: dict, given: dict = {}) -> dict:
-    "Merge the fields of a request with those `given`, in the form that the model takes."
+    "Add the `given` fields to the fields of a request, in the form that the model takes."
     fields = {k: v for k, v in (decoding | given).items() if v is not None}
     if not REASONING_MODELS.search(fields['model']): return fields
     for name in _FIXED_FIELDS:
@@ -51,8 +51,8 @@ def adapt_decoding(decoding: dict, given: dict = {}) -> dict:
 
 # %% ../../nbs/ask/protocol.ipynb #06168cef
 def redact(text: str) -> str:
-    """Take the values, from 8 characters, of environment variables named ..KEY, ..TOKEN, ..SECRET
-    or ..PASSWORD out of a server's text; apply it before that is cut, shown or stored."""
+    """Take out of a server's text the values (of 8 characters or more) of environment variables
+    named ..KEY, ..TOKEN, ..SECRET or ..PASSWORD; apply it before the text is cut or stored."""
     ends = 'key', 'token', 'secret', 'password'
     secrets = {os.environ[name] for name in os.environ if name.lower().endswith(ends)}
     for secret in sorted(secrets, key=len, reverse=True):
@@ -71,7 +71,7 @@ def answer_text(answer: dict, refusal: bool = False) -> str:
 
 # %% ../../nbs/ask/protocol.ipynb #f3f3b181
 def _join_parts(message: dict):
-    "Put one text in the place of a message's list of parts, which are kept beside it."
+    "Put one text in the place of a message's list of parts; the list is kept beside it."
     parts = message.get('content')
     if not isinstance(parts, list): return
     texts = [part if isinstance(part, str) else part.get('text') or '' for part in parts]
@@ -79,7 +79,7 @@ def _join_parts(message: dict):
 
 
 def read_answer(content: bytes) -> dict | None:
-    "Read what a server sent as the answer that is stored; None without the fields it must have."
+    "Read what a server sent as the answer to store; None if it lacks a field of an answer."
     text = content.decode('utf-8-sig', 'replace')
     with suppress(ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError):
         answer = json.loads(redact(json_text(json.loads(text, strict=False))))
@@ -95,8 +95,9 @@ def reading_advice(request: dict, answer: dict) -> str:
     shown = answer['choices'][0].get('logprobs')
     if isinstance(shown, dict): shown = any(shown.values())
     if request.get('logprobs') and not shown:
-        return ('the server sends no log-probs, which it was asked for: serve the model where it '
-                'does (vLLM, llama.cpp), or name a judge that reads text, such as structured')
+        return ('the server sends no log-probs, although it was asked for them: serve the model '
+                'with vLLM or llama.cpp, which do, or name a judge that reads text, such as '
+                'structured')
     return 'check model, prompt, parser and max_tokens'
 
 # %% ../../nbs/ask/protocol.ipynb #78dcafef
@@ -121,17 +122,17 @@ def price_list(path: str = '') -> dict[str, list[float]]:
 # %% ../../nbs/ask/protocol.ipynb #7f2e6c03
 def cost(
     model: str,          # with or without a date
-    tokens_in: float,    # of the prompt
-    tokens_out: float,   # of the answer
-    prices: dict,        # as of `price_list`
+    tokens_in: float,    # tokens of the prompt
+    tokens_out: float,   # tokens of the answer
+    prices: dict,        # as `price_list` returns them
 ) -> float | None:       # dollars; None if the price is unknown
     """Price the given numbers of tokens of a model.
 
     Parameters:
       model : with or without a date
-      tokens_in : of the prompt
-      tokens_out : of the answer
-      prices : as of `price_list`
+      tokens_in : tokens of the prompt
+      tokens_out : tokens of the answer
+      prices : as `price_list` returns them
     Returns: dollars; None if the price is unknown
     """
     name = model if model in prices else model.rpartition('-20')[0]
@@ -146,7 +147,7 @@ def format_dollars(dollars: float | None) -> str:
 
 # %% ../../nbs/ask/protocol.ipynb #5073e26c
 def estimate_tokens(request: dict) -> tuple[float, float]:
-    "Estimate the number of tokens of a request, and the maximum of its answer."
+    "Estimate the number of tokens of a request, and the most tokens of its answer."
     parts = [request.get('messages') or request.get('prompt'), request.get('tools')]
     text = json.dumps(parts, ensure_ascii=False)
     others = sum(not character.isascii() for character in text)
@@ -155,7 +156,7 @@ def estimate_tokens(request: dict) -> tuple[float, float]:
 
 
 def token_usage(answer: dict, request: dict) -> tuple[float, float]:
-    "Read tokens in and out from an answer; estimate them without a sensible report."
+    "Read tokens in and out from an answer; estimate them if its report makes no sense."
     usage = answer.get('usage')
     if isinstance(usage, dict):
         counts = usage.get('prompt_tokens'), usage.get('completion_tokens', 0)

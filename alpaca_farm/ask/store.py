@@ -30,14 +30,14 @@ def endpoint_name(url: str) -> str:
 def request_key(
     request: dict,       # everything that is sent
     draw: int = 0,       # which of several answers to the same request
-    endpoint: str = '',  # where it is sent, as of `endpoint_name`
+    endpoint: str = '',  # where it is sent, as `endpoint_name` writes it
 ) -> bytes:              # 32 bytes
     """Hash a request's JSON by SHA-256; the order of fields does not matter.
 
     Parameters:
       request : everything that is sent
       draw : which of several answers to the same request
-      endpoint : where it is sent, as of `endpoint_name`
+      endpoint : where it is sent, as `endpoint_name` writes it
     Returns: 32 bytes
     """
     parts = [request, draw]
@@ -55,7 +55,7 @@ create table if not exists spending (run text primary key, dollars real not null
 
 
 def limit_reached(e: BaseException | None) -> str:
-    "Name the remedy for an error from a full disk or too many open files; '' for others."
+    "Name the remedy for an error from a full disk or too many open files; '' for other errors."
     while e is not None:
         code = getattr(e, 'errno', None)
         if code == errno.ENOSPC:
@@ -99,7 +99,7 @@ class Store:
             self.db.executescript(_TABLES)
 
     def run(self, statement: str, *values) -> list[tuple]:
-        "Execute a statement with its values; give its rows."
+        "Execute a statement with its values; return its rows."
         with _errors_of(self.path): return self.db.execute(statement, values).fetchall()
 
     def __len__(self) -> int: return self.run('select count(*) from answers')[0][0]
@@ -118,13 +118,13 @@ class Store:
                          f'{self.how_to_drop(damaged)}')
 
     def how_to_drop(self, keys: list[bytes]) -> str:
-        "Name the command that deletes answers, of up to 20 keys."
+        "Name the command that deletes the answers to these keys, of which it takes up to 20."
         some = ' '.join(key.hex()[:12] for key in keys[:20])
         return ('to ask again, drop them first: python -c "from alpaca_farm.ask.store import '
                 f"Store; Store('{self.path}').drop('{some}')\"")
 
     def drop(self, keys: str):
-        "Delete the answers to the keys that begin so, in hexadecimal, separated by spaces."
+        "Delete answers by the first digits of their keys, in hexadecimal, separated by spaces."
         for key in map(bytes.fromhex, keys.split()):
             for table in ('answers', 'requests'):
                 self.run(f'delete from {table} where key between ? and ?', key, key + b'\xff'*32)
@@ -133,16 +133,16 @@ class Store:
         key: bytes,
         request: dict,
         answer: dict,
-        seconds: float = 0.,   # that the answer took
-        run: str = '',                # who has paid for it
-        dollars: float = 0.,          # and how much
+        seconds: float = 0.,   # how long the answer took
+        run: str = '',         # the run that has paid for it
+        dollars: float = 0.,   # how much the run has paid
     ):
-        """Store an answer and its request permanently, unless there is one.
+        """Store an answer and its request permanently, unless the key has an answer already.
 
         Parameters:
-          seconds : that the answer took
-          run : who has paid for it
-          dollars : and how much
+          seconds : how long the answer took
+          run : the run that has paid for it
+          dollars : how much the run has paid
         """
         with self.db:   # undone by an error
             self.run('begin immediate')
@@ -155,5 +155,5 @@ class Store:
             self.run('commit')
 
     def dollars_paid(self, run: str) -> float:
-        "Sum what the answers to a run have cost in all its starts, in dollars."
+        "Sum what a run has paid for answers in all its starts, in dollars."
         return self.run('select total(dollars) from spending where run = ?', run)[0][0]

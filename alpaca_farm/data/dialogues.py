@@ -32,7 +32,7 @@ def naming(where: str):
 
 
 def as_turn(message) -> dict:
-    "Read a message, of a chat template or ShareGPT, as role and content; ValueError for others."
+    "Read a message of a chat template or of ShareGPT as role and content; else ValueError."
     m = message if isinstance(message, dict) else {}
     who = str(m.get('role') or m.get('from')).lower()
     if m.get('tool_calls') or m.get('function_call') or who in ('function_call', 'tool_call'):
@@ -79,7 +79,7 @@ def dialogue_text(messages: list[dict]) -> str:
 
 
 def parse_dialogue(text: str) -> list[dict]:
-    "Read the messages of a text in the form of hh-rlhf; ValueError if it begins with no turn."
+    "Read the messages in a text in the form of hh-rlhf; ValueError if it begins with no turn."
     start, *parts = re.split(r'\n\n(Human|Assistant):', '\n\n' + text.lstrip('\n'))
     turns = []
     if start:
@@ -96,29 +96,29 @@ def parse_dialogue(text: str) -> list[dict]:
 
 # %% ../../nbs/data/dialogues.ipynb #ecd77155
 def prompt_messages(record: dict) -> list[dict] | None:
-    "Return the dialogue that is the prompt of a record, None if it is an instruction."
+    "Return the dialogue that is the prompt of a record, None if it is an `instruction`."
     return record.get('messages') if record.get('instruction') is None else None
 
 
 def prompt_text(record: dict) -> str:
-    "Return the text of an instruction or dialogue, without the `input`."
+    "Return the text of an `instruction` or dialogue, without the `input`."
     messages = prompt_messages(record)
     if not messages: return record['instruction']
     return messages[0]['content'] if len(messages) == 1 else dialogue_text(messages).strip()
 
 
 def prompt_key(record: dict) -> tuple[str, str]:
-    "Return a record's instruction (or dialogue) and input as texts; the input may be empty."
+    "Return a record's `instruction` (or dialogue) and `input` as texts; the second may be empty."
     return prompt_text(record), record.get('input') or ''
 
 
 def full_instruction(record: dict) -> str:
-    "Join instruction and input by a blank line, or return the text of the dialogue."
+    "Join `instruction` and `input` by a blank line, or return the text of the dialogue."
     return '\n\n'.join(filter(None, prompt_key(record)))
 
 
 def as_messages(record: dict) -> list[dict]:
-    "Return a record's prompt as turns: its dialogue, or instruction and input as one turn."
+    "Return a record's prompt as turns: its dialogue, or `instruction` and `input` as one turn."
     return prompt_messages(record) or [dict(role='user', content=full_instruction(record))]
 
 
@@ -130,7 +130,7 @@ def bare_prompt(record: dict) -> dict:
 
 
 def with_instruction(record: dict) -> dict:
-    "Give a record the text of its dialogue, if it is one, as its instruction."
+    "Give a record the text of its dialogue, if it has one, as its `instruction`."
     return dict(record, instruction=prompt_text(record)) if prompt_messages(record) else record
 
 # %% ../../nbs/data/dialogues.ipynb #94ee606e
@@ -158,7 +158,7 @@ SYSTEM = 'system', 'system_prompt', 'system_message'   # columns of the system's
 
 
 def check_messages(record: dict):
-    "Refuse with a ValueError `messages` that are no dialogue that can be answered."
+    "Refuse with a ValueError `messages` that nobody can answer."
     messages = [as_turn(m) for m in record['messages'] or []]
     if not any(m['role'] == 'user' and m['content'].strip() for m in messages):
         raise ValueError('the dialogue in `messages` has no words of a user')
@@ -170,7 +170,7 @@ def check_messages(record: dict):
 
 
 def with_system(record: dict) -> dict:
-    "Make columns of system turns a record's first turn; ValueError if it has another one."
+    "Make a column with the system's turn the first turn; ValueError if there is another one."
     for column in SYSTEM:
         if column not in record: continue
         record = dict(record)

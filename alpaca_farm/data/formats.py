@@ -29,7 +29,7 @@ FIELDS = dict(
     preference=dict(output_1=str, output_2=str, preference=float))
 ANNOTATOR_FIELDS = 'annotator_index', 'annotator_id', 'judge', 'worker', 'completed_by', 'annotator'
 _TEXTS = 'instruction', 'messages', 'output', 'output_1', 'output_2'
-OWN_FIELDS = {   # that are read wherever they stand, besides those of known formats
+OWN_FIELDS = {   # fields that are read in a file of any format
     *_TEXTS, 'input', *SYSTEM, 'preference', 'win2_prob',
     *ENDED, 'source', 'scores', 'generator', 'generator_1', 'generator_2', 'model_a', 'model_b',
     'chosen_model', 'rejected_model', 'chosen_ended', 'rejected_ended', 'score_chosen',
@@ -81,7 +81,7 @@ def notice(text: str):
 
 # %% ../../nbs/data/formats.ipynb #384256d0
 def _turns(value, role):
-    "Read a text of `role`, a dialogue's text or messages as messages; empty system turns leave."
+    "Read a text said by `role`, a dialogue's text or messages as messages; no empty system turns."
     if isinstance(value, str):
         text = value.rstrip()
         if role == 'user' and text.lstrip().startswith('Human:') and text.endswith(TURN):
@@ -103,7 +103,7 @@ def _answered(text):
 
 
 def _as_prompt(turns, given):
-    "Make turns a prompt: an instruction where this text is what was `given`, else messages."
+    "Make turns a prompt: an `instruction` if the text `given` is the only turn, else messages."
     if turns == [dict(role='user', content=given)]: return dict(instruction=given)
     return dict(messages=turns)
 
@@ -138,7 +138,7 @@ def _said(turns):
 
 
 def _repeated(prompt, turns):
-    "Count the turns up to the last one that repeats a prompt, or its end from the first turn on."
+    "Count the turns up to the last repetition of a prompt, or of its end at the first turn."
     for end in range(len(turns), 0, -1):
         n = min(end, len(prompt))
         asked = prompt[len(prompt) - n:]
@@ -183,17 +183,17 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
 
 # %% ../../nbs/data/formats.ipynb #9b9913c1
 def make_preference(
-    prompt: dict,   # instruction or messages, and any other fields of the record
-    better: dict,   # its `output`, and its `generator` and `ended` where they are known
-    worse: dict,    # the same of the other answer
+    prompt: dict,   # `instruction` or `messages`, and any other fields of the record
+    better: dict,   # the better answer: `output`; `generator` and `ended` if known
+    worse: dict,    # the worse answer, with the same fields
     tie: bool = False,   # whether neither is better
 ) -> dict:
-    """Make two answers to a prompt a preference, in an order that their texts draw.
+    """Make two answers to a prompt a preference, in an order drawn by a hash of the texts.
 
     Parameters:
-      prompt : instruction or messages, and any other fields of the record
-      better : its `output`, and its `generator` and `ended` where they are known
-      worse : the same of the other answer
+      prompt : `instruction` or `messages`, and any other fields of the record
+      better : the better answer: `output`; `generator` and `ended` if known
+      worse : the worse answer, with the same fields
       tie : whether neither is better
     """
     texts = sorted([str(better['output']), str(worse['output'])])
@@ -207,7 +207,7 @@ def make_preference(
     return dict(pair, preference=1.5 if tie else best)
 
 # %% ../../nbs/data/formats.ipynb #1df2007d
-_SIDES = 'chosen_model', 'rejected_model', 'chosen_ended', 'rejected_ended'   # that may be there
+_SIDES = 'chosen_model', 'rejected_model', 'chosen_ended', 'rejected_ended'   # optional columns
 # the place of an answer, or its column: b, 2, response_2, model_b
 _PLACE = re.compile('(?:(?:response|output|answer|model|completion)_?)?([a-d0-9])', re.I)
 
@@ -246,7 +246,7 @@ def _pair(row, prompt, first, second, *preference):
 
 
 def _rounds_until(turn, conversation):
-    "Keep the rounds of a conversation up to the one that the vote is of, counted from 1."
+    "Keep the rounds of a conversation up to the round of the vote, counted from 1."
     number = finite_number(turn)
     if number is None or number < 1: raise ValueError(f'turn is {turn!r:.60}, not 1 or more')
     asked = [i for i, t in enumerate(conversation) if as_turn(t)['role'] == 'user']
@@ -263,7 +263,7 @@ def _conversations(row, *both):
 
 
 def _rounds(row, rounds):
-    "Read an arena's list of rounds, each with the user's turn and both models'."
+    "Read an arena's list of rounds, each with the user's turn and the turns of both models."
     both = [], []
     for r in _parsed(rounds):
         for turns, side in zip(both, 'ab'): turns.extend([r['user'], r[f'model_side_{side}']])
@@ -271,7 +271,7 @@ def _rounds(row, rounds):
 
 
 def _answers(row, *columns):
-    "Read an arena's prompt and two answers, or lists with those of each round."
+    "Read an arena's prompt and two answers, or lists of these with an entry for each round."
     prompts, *answers = lists = [_parsed(c) for c in columns]
     if not all(isinstance(v, list) and len(v) == len(prompts) for v in lists):
         return _pair(row, *columns)
@@ -289,12 +289,12 @@ def _responses(row, query, responses):
     sources = ['sample']*len(responses)
     if len(sources) > 1: sources[-2:] = 'chosen', 'rejected'
     fields = dict(output=responses, source=row.get('source', sources))
-    told = 'instruction' in row or 'messages' in row   # what the query alone does not tell
+    told = 'instruction' in row or 'messages' in row   # they may say more than the query
     return fields if told else fields | _prompt(row, query)
 
 
 def _mended_score(answer):
-    "Return a completion's score, or that of its aspects, from 1 to 10, if its own is far from it."
+    "Return a completion's score; if it is far from the score of its aspects, this, from 1 to 10."
     score = finite_number(answer.get('overall_score'))
     aspects = (answer.get('annotations') or {}).values()
     ratings = [finite_number((a or {}).get('Rating')) for a in aspects]
@@ -305,7 +305,7 @@ def _mended_score(answer):
 
 
 def _completions(row, instruction, completions):
-    "Read UltraFeedback's completions as candidates with scores; those without are left out."
+    "Read UltraFeedback's completions as candidates with scores, without those that have none."
     scores = list(map(_mended_score, completions))
     kept = [i for i, score in enumerate(scores) if score is not None]
     fields = _prompt(row, instruction)
@@ -333,7 +333,7 @@ def _rlcd(row, *pair):
 
 
 def _llmbar(row, asked, first, second, label):
-    "Read LLMBar's pairs, whose instruction stands in `input`."
+    "Read LLMBar's pairs, whose request stands in `input`."
     if not isinstance(label, (int, float, str)):
         raise ValueError(f"the field 'label' is {label!r:.60}, not 1 or 2")
     asked = _text_of(row, 'input')
@@ -341,7 +341,7 @@ def _llmbar(row, asked, first, second, label):
 
 
 def _pandalm(row, *columns):
-    "Read PandaLM's pairs, with the votes of several annotators by name."
+    "Read PandaLM's pairs, with the votes of several people by name."
     texts = dict(row)
     for name in ('response1', 'response2'):   # "True" is stored as a truth value
         if isinstance(row[name], bool): texts[name] = str(row[name])
@@ -355,13 +355,13 @@ def _pandalm(row, *columns):
 
 # %% ../../nbs/data/formats.ipynb #3fabfa24
 class Reader(NamedTuple):
-    "How the rows of a format are known, and read."
+    "How the rows of a format are recognised, and read."
     text: str         # whose format it is, in a few words
-    kind: str         # of its records, one of FIELDS
-    columns: tuple    # which a row must have
-    read: Callable    # from a row and its values of these to our fields; the row stays as it is
+    kind: str         # kind of its records, one of FIELDS
+    columns: tuple    # columns that a row must have
+    read: Callable    # from a row and its values in these columns to our fields; changes no row
     label: str = ''   # a column of labels, which may be empty, with a code of its own in CODES
-    ours: bool = False   # whether it is known by our columns
+    ours: bool = False   # whether it is recognised by columns of ours
     more: tuple = ()  # columns that are read if they are there
 
     def fits(self, row: dict) -> bool:
@@ -371,11 +371,11 @@ class Reader(NamedTuple):
 
 
 READERS = dict(
-    rlcd=Reader("RLCD's pairs in our columns, dialogues as instructions", 'preference',
+    rlcd=Reader("RLCD's pairs in our columns, dialogues in `instruction`", 'preference',
                 ('instruction', 'output_1', 'output_2'), _rlcd, ours=True, more=('win2_prob',)),
     trl=Reader("TRL's preferences", 'preference', ('chosen', 'rejected', 'prompt'), _chosen,
                more=_SIDES),
-    chosen=Reader('the same with an instruction', 'preference',
+    chosen=Reader('the same with an `instruction`', 'preference',
                   ('chosen', 'rejected', 'instruction'), _chosen, more=_SIDES),
     sharegpt_chosen=Reader("ShareGPT's preferences", 'preference',
                            ('chosen', 'rejected', 'conversations'), _chosen_turns, more=_SIDES),
@@ -410,7 +410,7 @@ READERS = dict(
 
 # %% ../../nbs/data/formats.ipynb #afa03aea
 def find_reader(row: dict, kinds) -> Reader | None:
-    "Find the reader of a row's format; None when the row has our fields, or unknown columns."
+    "Find the reader of a row's format; None if the row has our fields or unknown columns."
     ours = 'instruction' in row and any(FIELDS[k].keys() <= row.keys() for k in kinds)
     if 'pair' in kinds: kinds = {*kinds, 'preference'}
     unwanted = None
@@ -422,7 +422,7 @@ def find_reader(row: dict, kinds) -> Reader | None:
 
 
 def known_formats(field: str, type_: type) -> str:
-    "List the formats whose readers give a field, with their columns; every one gives a prompt."
+    "List the formats whose readers give a field, with their columns; all readers give a prompt."
     formats = []
     for r in READERS.values():
         if field == 'instruction' or FIELDS[r.kind].get(field) is type_:
@@ -434,7 +434,7 @@ _PROMPT_PARTS = 'history', 'context', 'passage', 'document', 'article'   # if no
 
 
 def _read_turns(value):
-    "Read earlier turns: messages, or lists of a question and its answer."
+    "Read earlier turns: messages, or lists of a request and its answer."
     turns = []
     for said in value:
         if not isinstance(said, list):
@@ -462,7 +462,7 @@ def _read_part(value, name):
 
 
 def _before(past, row):
-    "Leave the present question and its answer out of the earlier turns, if they are the last."
+    "Leave the request and its answer out of the earlier turns, if they are the last turns."
     answers = []
     for name in ('output', 'output_1', 'output_2'):
         value = row.get(name)
@@ -472,7 +472,7 @@ def _before(past, row):
     again = _said(asked[-1:]) == _said([as_turn(as_messages(row)[-1])])
     if again and (not answer.strip() or answer in answers or not any(answers)): past = asked[:-1]
     if any(t['role'] == 'assistant' and not t['content'].strip() for t in past):
-        raise ValueError('an answer is empty. Remove it and its question')
+        raise ValueError('an answer is empty. Remove it and its request')
     return past
 
 
@@ -498,7 +498,7 @@ def _with_prompt_parts(row: dict) -> dict:
 
 # %% ../../nbs/data/formats.ipynb #4a8247f0
 def _one_prompt(row):
-    "Keep the instruction or the dialogue of a row that has both; ValueError if they differ."
+    "Keep the `instruction` or the dialogue of a row that has both; ValueError if they differ."
     messages = row.get('messages')
     instruction = row.get('instruction')
     if not messages or not isinstance(messages, list) or instruction is None: return row
@@ -515,7 +515,7 @@ def _one_prompt(row):
 
 # %% ../../nbs/data/formats.ipynb #604cb525
 _SIGN = {'-3': 1., '-2': 1., '-1': 1., '0': 1.5, '1': 2., '2': 2., '3': 2.}
-_OF_FORMATS = dict(   # columns that are read in a known format, or where the user names them
+_OF_FORMATS = dict(   # columns that are read in a known format, or if the user names them
     preference_strength=_SIGN,
     overall_preference=_SIGN,
     better_response_id={'0': 1., '1': 2.},
@@ -531,7 +531,7 @@ CODES = _OF_FORMATS | _TELLING   # by column of labels: the preference that each
 
 # %% ../../nbs/data/formats.ipynb #ed1c20ab
 def _plain_label(label):
-    "Read a label without a code as a preference, None for no verdict; any other as it is."
+    "Read a label without a code as a preference, None if there is no label; any other as it is."
     if label is None or is_preference(label): return label
     with suppress(ValueError):
         label = read_preference(label, '', '')
@@ -541,13 +541,13 @@ def _plain_label(label):
 
 def read_coded_label(
     row: dict,
-    columns,   # of labels, in CODES; the first with a verdict counts
-) -> dict:     # preference, None for no verdict, and its strength where the code has one
+    columns,   # columns of labels, in CODES; the first that holds a label counts
+) -> dict:     # preference, None if there is no label, and its strength if the code has one
     """Read the label in a row's columns of labels; ValueError for a value outside the code.
 
     Parameters:
-      columns : of labels, in CODES; the first with a verdict counts
-    Returns: preference, None for no verdict, and its strength where the code has one
+      columns : columns of labels, in CODES; the first that holds a label counts
+    Returns: preference, None if there is no label, and its strength if the code has one
     """
     for column in columns:
         code = CODES[column]
@@ -563,7 +563,7 @@ def read_coded_label(
     return dict(preference=None)
 
 # %% ../../nbs/data/formats.ipynb #bae86a64
-SAY_CODE = ('Write 1 and 2 for the better answer, 1.5 for a tie and nothing for no verdict, or '
+SAY_CODE = ('Write 1 and 2 for the better answer, 1.5 for a tie and nothing for no label, or '
             'name the column, in the file or in `columns`: first_second_tie or tie_first_second '
             '(for 0, 1, 2), preference_strength (above 0: the second is better), '
             'better_response_id (0: the first, 1: the second) or labels (1: the first, 0: not)')
@@ -577,14 +577,14 @@ def _check_code(labels, columns):
     values = sorted({*numbers} - {None})
     if not values or values[0] >= 1: return
     known = any(format_ <= columns for format_ in _ZERO_TIES)
-    known = known and values[-1] != 1   # where 2 is missing, 1 may be the second answer
-    if known and not {v for v in values if v < 1} - {0, -1}: return   # -1: no verdict
+    known = known and values[-1] != 1   # if 2 does not occur, 1 may be the second answer
+    if known and not {v for v in values if v < 1} - {0, -1}: return   # -1: no label
     raise ValueError(f'the labels are {", ".join(f"{v:g}" for v in values[:9])}, '
                      f'in an unknown code. {SAY_CODE}')
 
 # %% ../../nbs/data/formats.ipynb #4bc98a81
 def _best_pair(row):
-    "Make scored candidates a preference: the best one and another, drawn by their text."
+    "Make scored candidates a preference: the best one and another, drawn by a hash of the texts."
     texts = row.get('output')
     scores = row.get('scores')
     if not (isinstance(texts, list) and isinstance(scores, list)): return row
@@ -609,14 +609,14 @@ def _best_pair(row):
 
 # %% ../../nbs/data/formats.ipynb #fabcd73b
 def _known_fields() -> set[str]:
-    "Return the names of all fields that are read of records, those of known formats included."
+    "Return the names of all fields that are read, also in known formats."
     names = {*OWN_FIELDS, *_PROMPT_PARTS, *CODES}
     for r in READERS.values(): names.update(r.columns)
     return names
 
 
 def parse_columns(columns: str) -> dict[str, str]:
-    "Read the names of columns, as in instruction=question,output=answer: ours by theirs."
+    "Read names of columns, as in instruction=question,output=answer; our names by the file's."
     names = {}
     for part in columns.split(',') if columns else ():
         pair = [name.strip() for name in part.split('=')]
@@ -624,12 +624,12 @@ def parse_columns(columns: str) -> dict[str, str]:
             raise ValueError(f'columns = {columns!r}: write ours=yours, as in instruction=question')
         ours, yours = pair
         if ours == 'scores' and yours.lower() in ('rank', 'ranks', 'ranking'):
-            raise ValueError(f'columns = {columns!r}: of ranks the lowest is the best, and of '
-                             'scores the highest. Turn them round')
+            raise ValueError(f'columns = {columns!r}: the best rank is the lowest, and the '
+                             'best score the highest. Turn the ranks round')
         if ours not in _known_fields():
             near = difflib.get_close_matches(ours, _known_fields(), 1)
             meant = f'; did you mean {near[0]!r}?' if near else ''
-            raise ValueError(f'columns = {columns!r}: no one reads a field {ours!r}{meant}')
+            raise ValueError(f'columns = {columns!r}: nothing reads a field {ours!r}{meant}')
         twice = ours if ours in names.values() else yours if yours in names else ''
         if twice: raise ValueError(f'columns = {columns!r}: {twice!r} is named twice')
         names[yours] = ours
@@ -637,10 +637,10 @@ def parse_columns(columns: str) -> dict[str, str]:
 
 
 def _rename(row, names):
-    "Rename a row's columns; ValueError if it has neither theirs nor ours."
+    "Rename a row's columns; ValueError if it has neither the file's name nor ours."
     for theirs, ours in names.items():
         if theirs not in row and ours not in row:
-            raise ValueError(f'columns names {theirs!r}; it has {", ".join(map(repr, row))}')
+            raise ValueError(f'columns names {theirs!r}; the row has {", ".join(map(repr, row))}')
         if theirs not in row or ours in names or ours in CODES: continue
         if row.get(ours) not in (None, '', row[theirs]):
             raise ValueError(f'columns names {theirs!r} as {ours!r}, which the file has '
@@ -688,7 +688,7 @@ def _read_ended(row):
 
 # %% ../../nbs/data/formats.ipynb #096901fc
 def _name_models(row):
-    "Give the names of an arena's models the columns of ours."
+    "Give the names of an arena's models our columns, generator_1 and generator_2."
     ours = dict(model_a='generator_1', model_b='generator_2')
     return {ours.get(name, name): value for name, value in row.items()}
 
@@ -710,22 +710,22 @@ def _as_record(row, kinds, coded):
         if columns and 'output_1' in row: row |= read_coded_label(row, columns)
         elif 'candidates' not in kinds: row = _best_pair(row)
     label = row.get('label')
-    if isinstance(label, str): row['label'] = _TRUTH.get(label.lower(), label)   # KTO's
+    if isinstance(label, str): row['label'] = _TRUTH.get(label.lower(), label)   # KTO's label
     return row
 
 
 def as_records(
-    rows: list,          # of a file, as they stand there
+    rows: list,          # rows of a file, as they stand there
     where: str,          # the file, for messages
-    kinds=('instruction',),   # of records (FIELDS): the first that a row has or can be read as
+    kinds=('instruction',),   # kinds of records (FIELDS); a row becomes the first that it can
     columns: str = '',   # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
     """Read rows by the readers of their formats; ValueError names file, row and field.
 
     Parameters:
-      rows : of a file, as they stand there
+      rows : rows of a file, as they stand there
       where : the file, for messages
-      kinds : of records (FIELDS): the first that a row has or can be read as
+      kinds : kinds of records (FIELDS); a row becomes the first that it can
       columns : names of columns, as in instruction=question,output=answer
     """
     names = parse_columns(columns)

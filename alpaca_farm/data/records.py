@@ -28,7 +28,7 @@ from ..run.settings import as_list
 # %% ../../nbs/data/records.ipynb #aab747f0
 FILE_SUFFIXES = ('.json', '.jsonl', '.ndjson', '.csv', '.parquet', '.tsv', '.json.gz',
                  '.jsonl.gz', '.ndjson.gz', '.csv.gz', '.parquet.gz', '.tsv.gz')
-_SPLITS = dict(   # their names on the hub
+_SPLITS = dict(   # names of our splits on the hub
     sft=['train_sft', 'train'], unlabeled=['train_gen', 'train'], candidates=['train'],
     preference=['train_prefs', 'train'],
     preferences=['preference', 'train_prefs', 'train', 'alpaca_noisy_multi_preference'],
@@ -36,13 +36,13 @@ _SPLITS = dict(   # their names on the hub
     eval=['test', 'test_prefs', 'test_sft', 'alpaca_farm_evaluation'])
 
 
-_CONFIGURATIONS = {   # of a repository, by split, where the user names none
+_CONFIGURATIONS = {   # by repository and split, if the user names no configuration
     'tatsu-lab/alpaca_farm': dict.fromkeys(['sft', 'preference', 'unlabeled', 'val'],
                                            'alpaca_instructions')}
 
 
 def _split_names(names):
-    "List the names that the first of some splits may have: ours, then those of the hub."
+    "List the names that a split may have: our names, then the names on the hub."
     return sum((_SPLITS.get(name, []) for name in names), [*names])
 
 
@@ -58,14 +58,14 @@ def _in_folder(folder, names) -> Path | None:
 
 
 def find_file(spec: str, *names: str) -> Path:
-    "Find a file, or that of the first of `names` in a folder; FileNotFoundError lists what it has."
+    "Find a file, or the first of `names` in a folder; FileNotFoundError lists what it has."
     path = at_root(spec)
     wanted = _split_names(names)
     if path.is_file() or (path/'dataset_info.json').exists(): return path
     found = _in_folder(path, wanted)
     if found: return found
     inside = [found for f in sorted(path.glob('*/')) if (found := _in_folder(f, wanted))]
-    if len(inside) == 1: return inside[0]   # of the only configuration
+    if len(inside) == 1: return inside[0]   # the only configuration with this split
     if not path.exists(): raise FileNotFoundError(f'{spec}: {missing_path(spec)}')
     files = [p for p in (*path.glob('*'), *path.glob('data/*'), *inside)
              if p.name.endswith(FILE_SUFFIXES)]
@@ -109,7 +109,7 @@ def _hub_file(spec, names) -> Path:
 def _read_bytes(path) -> bytes:
     "Read a file, unpacked if its name ends in .gz; ValueError if that fills the memory."
     if path.suffix.lower() != '.gz': return path.read_bytes()
-    most = virtual_memory().available//4   # what is made of it takes more
+    most = virtual_memory().available//4   # the records made from it take more
     data = bytearray()
     with gzip.open(path) as file:
         while part := file.read(2**24):
@@ -147,14 +147,14 @@ def unique_fields(pairs: list[tuple]) -> dict:
 
 
 def _parse_json(text, where):
-    "Parse JSON; ValueError where it is none."
+    "Parse JSON; ValueError if it is no JSON."
     try: return json.loads(text, object_pairs_hook=unique_fields)
     except (ValueError, RecursionError) as e:
         raise ValueError(f'{where}: not valid JSON ({e})') from None
 
 
 def _read_json(path):
-    "Read the records of a JSON list, or of JSON lines whatever the name of the file."
+    "Read the records in a JSON list or in JSON lines, whatever the name of the file."
     text = read_text(path)
     lines = [l for l in text.split('\n') if l.strip()] or ['[]']
     by_line = all(line.lstrip().startswith('{') for line in (lines[0], lines[-1]))
@@ -170,7 +170,7 @@ def _read_json(path):
 
 
 def _read_csv(path):
-    "Read the rows of a CSV or TSV file; ValueError names a wrong one."
+    "Read the rows of a CSV or TSV file; ValueError names a wrong row."
     csv.field_size_limit(2**31 - 1)
     delimiter = '\t' if '.tsv' in path.name.lower() else ','
     table = csv.DictReader(io.StringIO(read_text(path), newline=''), delimiter=delimiter, strict=True)
@@ -224,7 +224,7 @@ def _read_table(path):
 
 # %% ../../nbs/data/records.ipynb #63e8effc
 def _as_json(value):
-    "Make a value one that JSON can hold; UnicodeDecodeError for bytes that are no text."
+    "Turn a value into one that JSON can hold; UnicodeDecodeError for bytes that are no text."
     if isinstance(value, dict):
         return {str(name): _as_json(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)): return list(map(_as_json, value))
@@ -290,9 +290,9 @@ def _check_field(
     name: str,
     type_: type,   # str, list (of strings) or float (a preference)
 ):
-    "Refuse with a ValueError a field that is missing, of another type, or an empty instruction."
+    "Refuse with a ValueError a field that is missing or of another type, and an empty request."
     if name not in row:
-        raise ValueError(f'the field {name!r} is missing; it has {", ".join(map(repr, row))}. '
+        raise ValueError(f'the field {name!r} is missing; the row has {", ".join(map(repr, row))}. '
                          'Rename a column, name it in `columns`, or write a known format: '
                          f'{known_formats(name, type_)}')
     value = row[name]
@@ -303,12 +303,12 @@ def _check_field(
 
 def check_record(
     row: dict,
-    kind: str,     # whose fields it must have, one of FIELDS
+    kind: str,     # kind of record whose fields it must have, one of FIELDS
 ) -> dict:
     """Check a record, and complete it; ValueError names the field.
 
     Parameters:
-      kind : whose fields it must have, one of FIELDS
+      kind : kind of record whose fields it must have, one of FIELDS
     """
     if row.get('input') is None: row['input'] = ''
     if prompt_messages(row) is None: _check_field(row, 'instruction', str)
@@ -319,13 +319,13 @@ def check_record(
 
 def check_records(
     rows: list[dict],
-    kind: str,     # whose fields each must have, one of FIELDS
+    kind: str,     # kind of record whose fields each must have, one of FIELDS
     where: str,    # their file, for messages
 ) -> list[dict]:
     """Check records, and complete them; ValueError names file, row and field.
 
     Parameters:
-      kind : whose fields each must have, one of FIELDS
+      kind : kind of record whose fields each must have, one of FIELDS
       where : their file, for messages
     """
     records = []
@@ -336,7 +336,7 @@ def check_records(
             continue
         with naming(f'{where}, row {i}'): record = check_record(row, kind)
         if kind == 'preference' and row['output_1'] == row['output_2'] and row['preference'] != 1.5:
-            lost['pairs have two equal answers, of which none is better'] += 1
+            lost['pairs have two equal answers, but a label that says one is better'] += 1
         else: records.append(record)
     lost = [f'{n} {what}' for what, n in lost.items()]
     if not records:
@@ -347,7 +347,7 @@ def check_records(
 
 # %% ../../nbs/data/records.ipynb #95741229
 def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:
-    "Read the rows of a file, folder or dataset on the hub; return also where they are from."
+    "Read the rows of a file, folder or dataset on the hub; also return where they are from."
     if at_root(spec).exists() or not looks_like_hub(spec):
         path = find_file(spec, *names)
         return read_rows(path), str(path)
@@ -368,7 +368,7 @@ def _kind_of(record, kinds):
 def read_records(
     rows: list[dict],   # as they stand in a file
     where: str,         # the file, for messages
-    kind: str | tuple = 'instruction',   # whose fields they must have, or several (FIELDS)
+    kind: str | tuple = 'instruction',   # kind of record (FIELDS), or several allowed kinds
     columns: str = '',  # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
     """Make rows checked records, each once, and print what was used; ValueError names row and field.
@@ -376,7 +376,7 @@ def read_records(
     Parameters:
       rows : as they stand in a file
       where : the file, for messages
-      kind : whose fields they must have, or several (FIELDS)
+      kind : kind of record (FIELDS), or several allowed kinds
       columns : names of columns, as in instruction=question,output=answer
     """
     kinds = (kind,) if isinstance(kind, str) else kind
@@ -392,19 +392,19 @@ def read_records(
 
 def load_records(
     spec: str,    # a dataset folder, a run folder, a file, or a dataset's name on the hub
-    name: str | tuple = '',   # a split, a file of a run folder, or several: the first there is
-    kind: str | tuple = 'instruction',   # whose fields they must have, or several (FIELDS)
+    name: str | tuple = '',   # a split or a file of a run folder; of several, the first that exists
+    kind: str | tuple = 'instruction',   # kind of record (FIELDS), or several allowed kinds
     n: int = 0,   # only the first n; all if 0
-    columns: str = '',   # names of columns, as of `read_records`
+    columns: str = '',   # names of columns, as in `read_records`
 ) -> list[dict]:
     """Read the records of a file or dataset, checked, each once; ValueError names row and field.
 
     Parameters:
       spec : a dataset folder, a run folder, a file, or a dataset's name on the hub
-      name : a split, a file of a run folder, or several: the first there is
-      kind : whose fields they must have, or several (FIELDS)
+      name : a split or a file of a run folder; of several, the first that exists
+      kind : kind of record (FIELDS), or several allowed kinds
       n : only the first n; all if 0
-      columns : names of columns, as of `read_records`
+      columns : names of columns, as in `read_records`
     """
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
     return read_records(rows[:n or None], where, kind, columns)
@@ -419,7 +419,7 @@ def without_lists(record: dict) -> dict:
 
 
 def _answers_of(row):
-    "List the answers of a record of any kind, of a pair the preferred one first."
+    "List the answers of a record of any kind; in a pair, the preferred answer comes first."
     if {'output_1', 'output_2'} <= row.keys():
         p = row.get('preference')
         answers = [answer_of(row, 1), answer_of(row, 2)]
@@ -470,13 +470,13 @@ def each_answer(candidates: list[dict]) -> list[dict]:
 def candidate_pair(
     candidates: dict,
     first: int,    # number of the answer that becomes output_1
-    second: int,   # and output_2
+    second: int,   # number of the answer that becomes output_2
 ) -> dict:
     """Make two answers of some candidates a pair.
 
     Parameters:
       first : number of the answer that becomes output_1
-      second : and output_2
+      second : number of the answer that becomes output_2
     """
     pair = dict(without_lists(candidates), input=candidates.get('input') or '')
     for k, i in ((1, first), (2, second)):
@@ -491,7 +491,7 @@ def first_places(texts: list[str]) -> list[int]:
 
 
 def select_candidates(query: dict, which: list[int]) -> dict:
-    "Keep some of a query's candidates."
+    "Keep some candidates of a request."
     query = dict(query)
     for name in LISTS:
         if name in query: query[name] = [query[name][i] for i in which]
@@ -500,15 +500,15 @@ def select_candidates(query: dict, which: list[int]) -> dict:
 
 def merge_candidates(
     specs: str | list[str],   # run folders or files
-    sources=(),               # only candidates from these; all if empty
-    columns: str = '',        # names of columns, as of `load_records`
+    sources=(),               # only candidates from these sources; all if empty
+    columns: str = '',        # names of columns, as in `load_records`
 ) -> list[dict]:
-    """Read queries with all their candidates; ValueError for a source that no candidate has.
+    """Read requests with all their candidates; ValueError for a source that no candidate has.
 
     Parameters:
       specs : run folders or files
-      sources : only candidates from these; all if empty
-      columns : names of columns, as of `load_records`
+      sources : only candidates from these sources; all if empty
+      columns : names of columns, as in `load_records`
     """
     merged = {}
     present = set()

@@ -22,18 +22,18 @@ def _cut_middle(
     return f'{text[:most // 2]} [... {len(text):,} characters ...] {text[-most // 2:]}'
 
 # %% ../../nbs/data/shown.ipynb #5e0a000a
-# columns that are read where they stand, beside those of codes
+# columns that are read in every file, beside the columns of coded labels
 _USED = {*PAIR_FIELDS, *ENDED, *SYSTEM, 'messages', 'output', 'scores', 'score_chosen',
          'score_rejected'}
-# what runs of ours note beside an answer or a label
+# what our runs write beside an answer or a label
 _NOTED = {'temperature', 'top_p', 'logprob', 'annotator', 'flipped', 'expected', 'generator',
           'generator_1', 'generator_2'}
 _LABELS = {*CODES, 'preference', 'label', 'win2_prob'}
-_MOST_VALUES = 8   # of labels that are shown one by one
+_MOST_VALUES = 8   # more values of labels are not shown one by one
 
 
 def _meaning(record) -> str:
-    "Say what the label of a record was read as; empty for a record that has none."
+    "Say how the label of a record was understood; empty for a record that has no label."
     p = record.get('preference')
     if is_preference(p):
         if p == 1.5: return 'both are as good'
@@ -64,14 +64,14 @@ def _say_labels(rows, records, columns) -> str:
 def describe_columns(
     rows: list[dict],      # as they stand in a file
     records: list[dict],   # as they were read, one for each row
-    names: dict = {},      # of columns: ours by theirs, where the user has named any
+    names: dict = {},      # our names by the file's, for columns that the user has named
 ) -> str:
-    """Say which columns were used, which were not, and what labels mean; empty for ours alone.
+    """Say which columns were used, which not, and what labels mean; empty if all are ours.
 
     Parameters:
       rows : as they stand in a file
       records : as they were read, one for each row
-      names : of columns: ours by theirs, where the user has named any
+      names : our names by the file's, for columns that the user has named
     """
     columns = {}   # in the order of the file
     for row in rows: columns |= dict.fromkeys(row)
@@ -92,7 +92,7 @@ def describe_columns(
 def learned_texts(
     record: dict,   # with one answer, two, several or none
 ) -> list[tuple]:   # name, text, and whether it has ended
-    """List the answers of a record that a model learns from, of a pair the better one first.
+    """List the answers of a record that a model learns from; in a pair, the better one first.
 
     Parameters:
       record : with one answer, two, several or none
@@ -102,7 +102,8 @@ def learned_texts(
         p = record.get('preference') or 1.5
         names = 'answer 1', 'answer 2'
         if p != 1.5: names = 'better answer', 'worse answer'
-        if p not in (1, 1.5, 2): names = f'better answer (by {max(p - 1, 2 - p):.0%})', names[1]
+        if p not in (1, 1.5, 2):
+            names = f'better answer (by {100*max(p - 1, 2 - p):.0f} %)', names[1]
         order = (2, 1) if p > 1.5 else (1, 2)
         return [(name, record[f'output_{k}'], record.get(f'ended_{k}', True))
                 for name, k in zip(names, order)]
@@ -120,17 +121,17 @@ def learned_texts(
 
 
 def example_text(
-    count: int,          # of records, of which this is the first
-    parts: list[tuple],  # of it: name, token ids, and whether it has ended
+    count: int,          # number of records, of which this is the first
+    parts: list[tuple],  # its parts: name, token ids, and whether the part has ended
     tokenizer,
-    most: int = 300,     # characters of a part that are shown
+    most: int = 300,     # the most characters of a part that are shown
 ) -> str:
     """Write a record as a model reads it, a line for each part.
 
     Parameters:
-      count : of records, of which this is the first
-      parts : of it: name, token ids, and whether it has ended
-      most : characters of a part that are shown
+      count : number of records, of which this is the first
+      parts : its parts: name, token ids, and whether the part has ended
+      most : the most characters of a part that are shown
     """
     lines = [f'the first of {count:,} records, as the model reads it:']
     for name, ids, ended in parts:
@@ -141,13 +142,13 @@ def example_text(
 
 # %% ../../nbs/data/shown.ipynb #5e0a0010
 def request_text(
-    name: str,       # of who is asked
+    name: str,       # name of the judge or model that is asked
     request: dict,   # with messages or a prompt, or a pair; the rest are fields
 ) -> str:
-    """Write a request, its fields in a line and a line for each turn or text.
+    """Write a request: its fields in one line, and a line for each turn or text.
 
     Parameters:
-      name : of who is asked
+      name : name of the judge or model that is asked
       request : with messages or a prompt, or a pair; the rest are fields
     """
     texts = [k for k in ('prompt', *PAIR_FIELDS) if request.get(k)]

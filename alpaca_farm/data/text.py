@@ -32,7 +32,7 @@ def alpaca_prompt(record: dict) -> str:
 
 
 def uses_chat(tokenizer, template: str = 'auto') -> bool:
-    "Tell whether the tokenizer's chat template makes the prompts; ValueError for `chat` without."
+    "Tell whether a chat template makes the prompts; ValueError for `chat` if there is none."
     if tokenizer.chat_template: return template in ('auto', 'chat')
     if template != 'chat': return False
     raise ValueError(f'template = chat: {tokenizer.name_or_path} has no chat template. '
@@ -78,12 +78,12 @@ def build_prompt(
     return tokenizer.init_kwargs.get('control', '') + text
 
 # %% ../../nbs/data/text.ipynb #818c08e2
-_DEFAULTS = dict(enable_thinking=False, strftime_now='2024-07-26')   # where a template reads them
+_DEFAULTS = dict(enable_thinking=False, strftime_now='2024-07-26')   # if a template reads them
 _ARGUMENT = re.compile(r'{% set (\w+) = .* %}{# an argument #}\n')
 
 
 def _dates_of(chat_template, day) -> dict[str, str]:
-    "Write a day in every form in which a chat template asks for it; ValueError if it is none."
+    "Write a day in every form in which a chat template asks for it; ValueError if it is no date."
     forms = re.findall(r"""['"]([^'"{}\n]*%[a-zA-Z][^'"{}\n]*)['"]""", chat_template)
     try: return {form: date.fromisoformat(str(day)).strftime(form) for form in forms}
     except ValueError:
@@ -135,11 +135,11 @@ _WITHIN = ['\n', '.', '1', '']   # a text behind one of the first three does not
 
 
 def _ids_behind(
-    anchors: list[str],   # each text stands behind the first with which it shares no token
+    anchors: list[str],   # a text is put behind the first anchor with which it shares no token
     texts: list[str],
     tokenizer, **how,
 ) -> list[list[int]]:
-    "Encode texts that follow another one."
+    "Encode texts that follow another text."
     anchor, *others = anchors
     begin = _ids(anchor, tokenizer, **how)
     rows = _token_ids([anchor + text for text in texts], tokenizer, **how)
@@ -150,7 +150,7 @@ def _ids_behind(
 
 
 def _word_behind(text, tokenizer) -> list[int] | None:
-    "Encode a word behind a text; None where it shares a token with the text."
+    "Encode a word behind a text; None if it shares a token with the text."
     begin = _ids(text, tokenizer)
     whole = _ids(text + 'a', tokenizer)
     return whole[len(begin):] if whole[:len(begin)] == begin else None
@@ -190,20 +190,20 @@ def _read(tokens, tokenizer, before, opened):
 # %% ../../nbs/data/text.ipynb #7657c891
 class _Frame(NamedTuple):
     "How the words of an answer stand behind its prompt."
-    begin: list[int]    # the tokens between them, up to a special one
-    lead: str           # the text between these and the words
-    gap: str            # the text between the words and the end
-    end: int | None     # the special token there, if there is one
-    rest: list[int]     # the tokens behind it
-    anchors: list[str]  # where the words stand, for `_ids_behind`
-    before: list[int]   # tokens that an answer is read behind, in place of its prompt
+    begin: list[int]    # tokens between prompt and words, up to the last special token
+    lead: str           # text between these tokens and the words
+    gap: str            # text between the words and the end token
+    end: int | None     # the special token that ends the answer, if there is one
+    rest: list[int]     # tokens behind the end token
+    anchors: list[str]  # texts behind which the words are encoded, for `_ids_behind`
+    before: list[int]   # tokens that stand for the prompt when an answer is read
     opened: bool        # whether the prompt begins a thought
-    closed: bool        # whether `begin` and `lead` end one
+    closed: bool        # whether `begin` and `lead` end a thought
     shown: str          # how `begin` and `lead` are read
 
 
 def _around_answer(tokenizer, prompt) -> tuple[str, str]:
-    "Return what the chat template writes between a prompt and an answer's words, and behind these."
+    "Return what the chat template writes before an answer's words (after the prompt) and after."
     turns = [dict(role='user', content='Hello.'), dict(role='assistant', content=_MARK)]
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
     until, found, behind = whole.rpartition(_MARK)
@@ -212,7 +212,7 @@ def _around_answer(tokenizer, prompt) -> tuple[str, str]:
 
 # %% ../../nbs/data/text.ipynb #8d40843e
 def _split_behind(behind: str, tokenizer, added: dict) -> tuple[str, int | None, list[int]]:
-    "Divide what follows an answer's words: the text before its end, the end, the tokens after it."
+    "Divide what follows an answer's words: text before the end token, that token, further tokens."
     tokens = _ids(behind, tokenizer)
     end = next((i for i in tokens if i in added), None)
     if end is None: return '', None, []
@@ -285,7 +285,7 @@ def _count(special, ids):
 
 
 def _spell_out(ids, own, record, tokenizer, special):
-    "Make text of a record's special tokens; `own` counts those of the template around its texts."
+    "Make text of a record's special tokens; `own` counts the template's, around its texts."
     given = _count(special, ids) - sum(own)
     if not given: return ids
     texts = [m['content'] for m in as_messages(record)]
@@ -351,18 +351,18 @@ def _without_ends(texts, tokenizer, template):
 def encode_responses(
     texts: list[str],
     tokenizer,
-    ended: bool | list[bool] = True,   # whether an end is behind all, or each
+    ended: bool | list[bool] = True,   # whether the responses ended: for all, or for each
     template: str = 'auto',            # as of `build_prompt`
-    records: list[dict] | None = None,  # whose responses they are; instructions if not given
-    closed: bool = False,   # with what the template writes behind an end, where others read scores
+    records: list[dict] | None = None,  # the records that the responses answer
+    closed: bool = False,   # add what the template writes behind an end, as for reward models
 ) -> list[list[int]]:
-    """Encode responses as they follow their prompts, with the end of an answer where they `ended`.
+    """Encode responses as they follow their prompts, with an end token if they `ended`.
 
     Parameters:
-      ended : whether an end is behind all, or each
+      ended : whether the responses ended: for all, or for each
       template : as of `build_prompt`
-      records : whose responses they are; instructions if not given
-      closed : with what the template writes behind an end, where others read scores
+      records : the records that the responses answer
+      closed : add what the template writes behind an end, as for reward models
     """
     if not texts: return []
     if isinstance(ended, bool): ended = [ended] * len(texts)
@@ -387,14 +387,14 @@ def encode_responses(
 def decode(
     tokens: list[int],
     tokenizer,
-    template: str = 'auto',   # of the prompt, as of `build_prompt`
-    record: dict = {},        # whose response it is
+    template: str = 'auto',   # format of the prompt, as in `build_prompt`
+    record: dict = {},        # the record that the response answers
 ) -> str:
     """Read a response's tokens, without the thoughts before it; empty if they have no end.
 
     Parameters:
-      template : of the prompt, as of `build_prompt`
-      record : whose response it is
+      template : format of the prompt, as in `build_prompt`
+      record : the record that the response answers
     """
     frame = _frame(tokenizer, template)
     end = end_token(tokenizer)   # which some tokenizers do not count as special
@@ -404,16 +404,16 @@ def decode(
 
 # %% ../../nbs/data/text.ipynb #38669680
 def pad(
-    rows: list,        # of token ids, of different lengths
-    value: int = 0,    # in the gaps
-    side: str = 'right',   # where they are
+    rows: list,        # lists of token ids, of different lengths
+    value: int = 0,    # what fills the gaps
+    side: str = 'right',   # where the gaps are
 ) -> torch.Tensor:     # (rows, longest)
     """Make ragged rows one tensor.
 
     Parameters:
-      rows : of token ids, of different lengths
-      value : in the gaps
-      side : where they are
+      rows : lists of token ids, of different lengths
+      value : what fills the gaps
+      side : where the gaps are
     Returns: (rows, longest)
     """
     width = max(map(len, rows))
@@ -425,17 +425,17 @@ def pad(
 
 
 def collate(
-    prompts: list,     # token ids of each
-    responses: list,   # and of its response
+    prompts: list,     # token ids of each prompt
+    responses: list,   # token ids of each response
     pad_id: int,
-    side: str = 'right',   # of the padding
+    side: str = 'right',   # side of the padding
 ) -> dict[str, torch.Tensor]:
     """Make prompts and responses a batch: `ids`, `mask` and `response`, each (batch, time).
 
     Parameters:
-      prompts : token ids of each
-      responses : and of its response
-      side : of the padding
+      prompts : token ids of each prompt
+      responses : token ids of each response
+      side : side of the padding
     """
     ids = []
     mask = []
@@ -449,15 +449,15 @@ def collate(
 
 
 def rollout_batch(
-    prompts: list,     # token ids of each, padded on the left
-    responses: list,   # of each sampled response, padded on the right
+    prompts: list,     # token ids of each prompt, to be padded on the left
+    responses: list,   # token ids of each sampled response, to be padded on the right
     pad_id: int,
 ) -> dict[str, torch.Tensor]:
     """Make sampled responses, which all begin in the same column, a batch as of `collate`.
 
     Parameters:
-      prompts : token ids of each, padded on the left
-      responses : of each sampled response, padded on the right
+      prompts : token ids of each prompt, to be padded on the left
+      responses : token ids of each sampled response, to be padded on the right
     """
     empty = [[] for _ in prompts]
     left = collate(prompts, empty, pad_id, 'left')
@@ -466,16 +466,16 @@ def rollout_batch(
 
 
 def answer_batches(
-    prompts: list,     # token ids of each
-    responses: list,   # and of its response
+    prompts: list,     # token ids of each prompt
+    responses: list,   # token ids of each response
     size: int,         # the most answers in a batch
     tokens: float = math.inf,   # the most tokens, with padding; one answer may have more
 ):
     """Yield batches of distinct answers: row numbers of each, prompts, responses.
 
     Parameters:
-      prompts : token ids of each
-      responses : and of its response
+      prompts : token ids of each prompt
+      responses : token ids of each response
       size : the most answers in a batch
       tokens : the most tokens, with padding; one answer may have more
     """
@@ -500,15 +500,15 @@ def answer_batches(
 def check_limit(
     lengths: list[int],   # in tokens
     limit: int,
-    what: str,            # the name of the examples
-    setting: str,         # that sets the limit
+    what: str,            # what the examples are called
+    setting: str,         # the setting that limits them
 ) -> str:
-    """Say how many examples are too long; ValueError if more than a fifth, naming a better limit.
+    """Say how many examples are too long; ValueError with a better limit if over a fifth are.
 
     Parameters:
       lengths : in tokens
-      what : the name of the examples
-      setting : that sets the limit
+      what : what the examples are called
+      setting : the setting that limits them
     """
     longer = sum(n > limit for n in lengths)
     text = f'{longer} of {len(lengths)} {what} are longer than {setting} = {limit} tokens'
@@ -520,15 +520,15 @@ def check_limit(
 def within_limit(
     lengths: list[int],   # in tokens
     limit: int,
-    what: str = 'examples',         # their name
-    setting: str = 'max_length',    # that sets the limit
+    what: str = 'examples',         # what the examples are called
+    setting: str = 'max_length',    # the setting that limits them
 ) -> list[int]:
-    """List the rows of the examples within the limit; print how many are not, ValueError for many.
+    """List the rows of the examples within the limit; print how many are longer.
 
     Parameters:
       lengths : in tokens
-      what : their name
-      setting : that sets the limit
+      what : what the examples are called
+      setting : the setting that limits them
     """
     text = check_limit(lengths, limit, what, setting)
     rows = [i for i, n in enumerate(lengths) if n <= limit]
@@ -541,7 +541,7 @@ def position_limit(policy) -> float:
     limit = getattr(policy.config.get_text_config(), 'max_position_embeddings', None) or math.inf
     for name, table in policy.model.named_modules():
         if name.endswith('position_embeddings') and getattr(table, 'padding_idx', None) is not None:
-            limit = len(table.weight) - table.padding_idx - 1   # those of RoBERTa begin behind it
+            limit = len(table.weight) - table.padding_idx - 1   # RoBERTa begins behind it
     return limit
 
 
@@ -565,17 +565,17 @@ def check_positions(
 
 def encode(
     records: list[dict],
-    fields: tuple,     # with responses: `output`, or of pairs `output_1`, `output_2`
+    fields: tuple,     # fields with responses: `output`, or in pairs `output_1`, `output_2`
     tokenizer,
-    max_length: int,   # of a prompt with its longest response, in tokens
+    max_length: int,   # the most tokens of a prompt with its longest response
     template: str = 'auto',   # as of `build_prompt`
     closed: bool = False,     # as of `encode_responses`
 ) -> tuple[list[int], list, list]:   # rows that fit; their prompts; for each field, the responses
     """Encode the records that fit, with an end behind the responses that were not cut off.
 
     Parameters:
-      fields : with responses: `output`, or of pairs `output_1`, `output_2`
-      max_length : of a prompt with its longest response, in tokens
+      fields : fields with responses: `output`, or in pairs `output_1`, `output_2`
+      max_length : the most tokens of a prompt with its longest response
       template : as of `build_prompt`
       closed : as of `encode_responses`
     Returns: rows that fit; their prompts; for each field, the responses
@@ -592,7 +592,7 @@ def encode(
         ids = encode_responses(bare, tokenizer, ended, template, records, closed)
         responses.append(ids)
         lengths = [max(n, len(p + r)) for n, p, r in zip(lengths, prompts, ids)]
-    if written: print(f'{written} answers have an end of turn written out: it is read as one')
+    if written: print(f'{written} answers have an end of turn written out: it is read as the end')
     rows = within_limit(lengths, max_length)
     def kept(ids): return [ids[i] for i in rows]
     return rows, kept(prompts), list(map(kept, responses))

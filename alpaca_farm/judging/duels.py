@@ -20,27 +20,27 @@ from .stats import Interval, wilson
 
 # %% ../../nbs/judging/duels.ipynb #8783c23a
 def needed_votes(
-    difference: float,   # of the two, in [0, 1]
-    variance: float,     # of its estimate, times the number of votes in all
+    difference: float,   # difference of the two methods, in [0, 1]
+    variance: float,     # variance of its estimate, times the number of all votes
     right: float = .9,   # chance of the right order
 ) -> float:
     """Compute how many votes put two methods into the right order.
 
     Parameters:
-      difference : of the two, in [0, 1]
-      variance : of its estimate, times the number of votes in all
+      difference : difference of the two methods, in [0, 1]
+      variance : variance of its estimate, times the number of all votes
       right : chance of the right order
     """
     return variance*(NormalDist().inv_cdf(right)/difference)**2
 
 # %% ../../nbs/judging/duels.ipynb #e522f1ad
 def number_answers(
-    answers: list[list[dict]],  # of each method, to the same requests in the same order
+    answers: list[list[dict]],  # answers of each method, to the same requests in the same order
 ) -> np.ndarray:  # (methods, requests): the first method with the same text
     """Number the texts of answers, by request.
 
     Parameters:
-      answers : of each method, to the same requests in the same order
+      answers : answers of each method, to the same requests in the same order
     Returns: (methods, requests): the first method with the same text
     """
     texts = []
@@ -51,12 +51,12 @@ def number_answers(
 
 
 def equal_share(
-    answers: np.ndarray,  # of `number_answers`
+    answers: np.ndarray,  # numbers of answers, from `number_answers`
 ) -> np.ndarray:  # (methods, methods)
     """Compute how often two methods' answers are equal.
 
     Parameters:
-      answers : of `number_answers`
+      answers : numbers of answers, from `number_answers`
     Returns: (methods, methods)
     """
     return (answers[:, None] == answers[None]).mean(-1)
@@ -71,23 +71,23 @@ def _pairs_on_circle(methods: list[int]) -> list[tuple[int, int]]:
 
 
 def draw_round(
-    pairs: list[tuple[int, int]],  # of methods
-    answers: list[list[int]],      # of `number_answers`: by method, by request
+    pairs: list[tuple[int, int]],  # pairs of methods
+    answers: list[list[int]],      # numbers of answers: by method, by request
     requests: list[int],           # in the order in which they are taken
-    votes: int,                    # at most
+    votes: int,                    # the most votes
 ) -> tuple[list, list]:  # duels to ask about; all duels, with the number of their vote
     """Draw duels (method, method, request) on different answers, request by request.
 
     Parameters:
-      pairs : of methods
-      answers : of `number_answers`: by method, by request
+      pairs : pairs of methods
+      answers : numbers of answers: by method, by request
       requests : in the order in which they are taken
-      votes : at most
+      votes : the most votes
     Returns: duels to ask about; all duels, with the number of their vote
     """
     asked = []
     drawn = []
-    place = {}   # of the vote on two texts
+    place = {}   # number of the vote on two texts
     for request in requests:
         for pair in pairs:
             one, other = pair
@@ -105,9 +105,9 @@ def draw_round(
 class Duels(NamedTuple):
     "Duels that were drawn, and their votes; duels of the same texts share one vote."
     drawn: np.ndarray       # (duels, 4): method, method, request, number of the round
-    votes: np.ndarray       # (duels,) for the first method in [0, 1], nan where there is none yet
-    asked: np.ndarray       # (votes in all, 4): the duels that somebody votes on, in order
-    methods: list[int]      # of the last round, the best first; in the round's order if votes miss
+    votes: np.ndarray       # (duels,) for the first method in [0, 1], nan while the vote is missing
+    asked: np.ndarray       # (all votes, 4): the duels on which somebody votes, in order
+    methods: list[int]      # of the last round, the best first once all its votes are there
 
     def complete(self) -> bool:
         "Say whether all votes are there."
@@ -121,12 +121,12 @@ class Duels(NamedTuple):
 
 def pair_rates(
     found: Duels,
-    answers: np.ndarray,  # of `number_answers`
+    answers: np.ndarray,  # numbers of answers, from `number_answers`
 ) -> tuple[np.ndarray, np.ndarray]:  # rates (methods, methods), nan without votes; numbers of duels
-    """Compute how often each method wins against each, with equal answers as half.
+    """Compute how often each method wins against each other one; equal answers count half.
 
     Parameters:
-      answers : of `number_answers`
+      answers : numbers of answers, from `number_answers`
     Returns: rates (methods, methods), nan without votes; numbers of duels
     """
     equal = equal_share(answers)
@@ -143,16 +143,16 @@ def pair_rates(
 
 def duel_interval(
     found: Duels,
-    answers: np.ndarray,  # of `number_answers`
-    one: int,             # method
-    other: int,           # method
+    answers: np.ndarray,  # numbers of answers, from `number_answers`
+    one: int,             # method whose rate is estimated
+    other: int,           # method against which it wins
 ) -> Interval:
     """Estimate how often one method wins against another, by the votes of the last round alone.
 
     Parameters:
-      answers : of `number_answers`
-      one : method
-      other : method
+      answers : numbers of answers, from `number_answers`
+      one : method whose rate is estimated
+      other : method against which it wins
     """
     last = found.last_round()
     won = 0.
@@ -168,16 +168,16 @@ def duel_interval(
 # %% ../../nbs/judging/duels.ipynb #946f6c48
 def mean_rates(
     rates: np.ndarray,   # (methods, methods), nan without votes
-    counts: np.ndarray,  # (methods, methods) of duels
-    methods: list[int],  # still in
-) -> np.ndarray:  # of those still in
-    """Average each method's rates against the others; one half without any.
+    counts: np.ndarray,  # (methods, methods) numbers of duels
+    methods: list[int],  # methods that are still in
+) -> np.ndarray:  # (methods still in,)
+    """Average each method's rates against the others; one half if it has no rates.
 
     Parameters:
       rates : (methods, methods), nan without votes
-      counts : (methods, methods) of duels
-      methods : still in
-    Returns: of those still in
+      counts : (methods, methods) numbers of duels
+      methods : methods that are still in
+    Returns: (methods still in,)
     """
     own = rates[np.ix_(methods, methods)].copy()
     np.fill_diagonal(own, np.nan)
@@ -204,22 +204,22 @@ def _add_round(found: Duels, round_drawn: tuple[list, list], number: int, ask) -
 
 
 def hold_duels(
-    answers: np.ndarray,  # of `number_answers`
-    budget: int,          # votes in all
+    answers: np.ndarray,  # numbers of answers, from `number_answers`
+    budget: int,          # number of all votes
     ask,                  # f(duels (n, 4)) -> votes (n,) for the first method in [0, 1], or nan
-    design: Design = 'best',  # what is asked
-    score=None,   # f(rates, counts, methods): who stays in, by all votes; None: `mean_rates`
-    seed: int = 0,        # of the order of methods and requests
+    design: Design = 'best',  # which question the votes answer
+    score=None,   # f(rates, counts, methods) -> scores by all votes; None: `mean_rates`
+    seed: int = 0,        # seed of the order of methods and requests
 ) -> Duels:
     """Hold duels round by round, as the design says, until votes are spent or missing.
 
     Parameters:
-      answers : of `number_answers`
-      budget : votes in all
+      answers : numbers of answers, from `number_answers`
+      budget : number of all votes
       ask : f(duels (n, 4)) -> votes (n,) for the first method in [0, 1], or nan
-      design : what is asked
-      score : f(rates, counts, methods): who stays in, by all votes; None: `mean_rates`
-      seed : of the order of methods and requests
+      design : which question the votes answer
+      score : f(rates, counts, methods) -> scores by all votes; None: `mean_rates`
+      seed : seed of the order of methods and requests
     """
     rng = np.random.default_rng(seed)
     methods = [*range(len(answers))]
@@ -254,15 +254,15 @@ def hold_duels(
 # %% ../../nbs/judging/duels.ipynb #cd02bed2
 def explain_duels(
     found: Duels,
-    answers: np.ndarray,  # of `number_answers`
-    names: list[str],     # of the methods
+    answers: np.ndarray,  # numbers of answers, from `number_answers`
+    names: list[str],     # names of the methods
     design: Design = 'best',
 ) -> list[str]:
     """Say what the votes answer, or how many of them are missing.
 
     Parameters:
-      answers : of `number_answers`
-      names : of the methods
+      answers : numbers of answers, from `number_answers`
+      names : names of the methods
     """
     missing = int(np.isnan(found.votes).sum())
     if missing: return [f'round {found.drawn[-1, 3] + 1}: {missing} duels wait for a vote']
@@ -282,14 +282,14 @@ def explain_duels(
 
 def pair_table(
     found: Duels,
-    answers: np.ndarray,  # of `number_answers`
-    names: list[str],     # of the methods
+    answers: np.ndarray,  # numbers of answers, from `number_answers`
+    names: list[str],     # names of the methods
 ):  # DataFrame: first, second, duels, win_rate of the second in %
     """Tabulate the methods that met, by the votes of all rounds.
 
     Parameters:
-      answers : of `number_answers`
-      names : of the methods
+      answers : numbers of answers, from `number_answers`
+      names : names of the methods
     """
     import pandas as pd
     rates, counts = pair_rates(found, answers)
@@ -320,14 +320,14 @@ def circular_share(
 
 # %% ../../nbs/judging/duels.ipynb #114983ca
 def duel_records(
-    duels: np.ndarray,  # (n, 4) of `hold_duels`
-    answers: dict[str, list[dict]],  # by method, to the same requests in the same order
+    duels: np.ndarray,  # (n, 4), from `hold_duels`
+    answers: dict[str, list[dict]],  # answers by method, to the same requests in the same order
 ) -> list[dict]:
     """Make the pairs of duels: the first method's answer is output_1.
 
     Parameters:
-      duels : (n, 4) of `hold_duels`
-      answers : by method, to the same requests in the same order
+      duels : (n, 4), from `hold_duels`
+      answers : answers by method, to the same requests in the same order
     """
     names = [*answers]
     records = []
@@ -346,15 +346,15 @@ def duel_records(
 # %% ../../nbs/judging/duels.ipynb #49934eb1
 def check_drawn(
     labels: list[dict],  # preference records; duels have `drawn` = duel
-    drawn: list[dict],   # of `duel_records`
-    where: str,          # setting and file
+    drawn: list[dict],   # the drawn pairs, from `duel_records`
+    where: str,          # setting and file, for the message
 ):
     """Refuse votes on duels that were not drawn with a ValueError.
 
     Parameters:
       labels : preference records; duels have `drawn` = duel
-      drawn : of `duel_records`
-      where : setting and file
+      drawn : the drawn pairs, from `duel_records`
+      where : setting and file, for the message
     """
     known = {tuple(pair_identity(pair)) for pair in drawn}
     for label in labels:

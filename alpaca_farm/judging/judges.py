@@ -41,7 +41,7 @@ from ..run.settings import Config, folder_function, resolve
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
 @dataclass(frozen=True)
 class Evaluator:
-    "One annotator of a configuration."
+    "One judge of a configuration."
     name: str
     template: str | None    # prompt with {instruction}, {output_1}, {output_2} for each pair
     batch_size: int         # pairs in one prompt
@@ -59,14 +59,14 @@ def _read_template(file, entry):
 
 
 def _read_evaluator(file, name, entry, models, decoding):
-    "Read the evaluator of an entry, which may still be one that cannot be asked."
+    "Read the evaluator of an entry; whether it can be asked is checked later."
     model = entry_model(entry)
     fields = dict(model=models.get(model, model))
     for k, value in (entry.get('completions_kwargs') or {}).items():
         if k in REQUEST_FIELDS: fields[k] = value
     parser = entry.get('fn_completion_parser') or 'regex_parser'
     parser_kwargs = entry.get('completion_parser_kwargs') or {}
-    if parser == 'json_parser' and 'annotation_key' in parser_kwargs:   # AlpacaEval's own
+    if parser == 'json_parser' and 'annotation_key' in parser_kwargs:   # AlpacaEval's form
         parser_kwargs = dict(key=parser_kwargs['annotation_key'])
     return Evaluator(name, _read_template(file, entry), entry.get('batch_size') or 1,
                      adapt_decoding(fields, decoding), parser, parser_kwargs)
@@ -78,14 +78,14 @@ def _why_not(e, entry, models):
     api = entry.get('fn_completions')
     prompt = entry['prompt_template']
     if model not in models and api not in (None, 'openai_completions'):
-        return (f'it asks {model} by {api}: serve that behind an OpenAI-compatible endpoint '
+        return (f'it asks {model} by {api}: serve the model behind an OpenAI-compatible endpoint '
                 f'and give its name: models = {{{model!r}: "..."}}')
     if e.parser == 'logprob_parser' and REASONING_MODELS.search(e.decoding['model']):
         return (f'it reads log-probs, which {e.decoding["model"]} does not return: name another '
                 'model, or a judge that reads text (such as structured)')
     if e.template is None: return f'its prompt {prompt} does not exist'
     if '{question}' in e.template:
-        return 'it has no question. Name one of a task, such as harmlessness/harmless'
+        return 'it has no question. Name a question of a task, such as harmlessness/harmless'
     if not e.template.count('{output_1}') == e.template.count('{output_2}') == e.batch_size:
         return f'{prompt}: output_1 and output_2 must occur {e.batch_size} times (its batch_size)'
     return check_parser(e.parser, e.parser_kwargs)
@@ -96,7 +96,7 @@ def load_evaluators(
     models: dict = {},   # the model to ask instead, by its name in the configuration
     decoding: dict = {}, # fields of all requests, instead of those in the configuration
 ) -> list[Evaluator]:
-    """Read the annotators of a configuration; ValueError for one that cannot be asked.
+    """Read the judges of a configuration; ValueError for a judge that cannot be asked.
 
     Parameters:
       spec : a name that alpaca-eval ships, or a folder with a configs.yaml
@@ -150,7 +150,7 @@ def fill_prompt(
     Returns: messages
     """
     rows = [dict(p, instruction=full_instruction(p), input='') for p in pairs]
-    texts = {}   # of each slot's name, those that are still to be filled in
+    texts = {}   # texts that are still to be filled in, by the name of the slot
     for name in PAIR_FIELDS: texts[name] = iter([str(row.get(name)) for row in rows])
     def fill(slot):
         text = next(texts[slot[1]])
@@ -181,13 +181,13 @@ def judge_request(e: Evaluator, pairs: list[dict]) -> dict:
 def parse_verdicts(
     e: Evaluator,
     answer: dict | None,  # as the endpoint sent it
-    pairs=(),             # those shown: what an answer repeats from them is not its own words
+    pairs=(),             # the pairs shown, from which an answer may quote
 ) -> list[float]:  # (batch_size,) from 1 to 2; nan for no verdict
     """Read an evaluator's preferences in its answer.
 
     Parameters:
       answer : as the endpoint sent it
-      pairs : those shown: what an answer repeats from them is not its own words
+      pairs : the pairs shown, from which an answer may quote
     Returns: (batch_size,) from 1 to 2; nan for no verdict
     """
     shown = []
@@ -204,16 +204,16 @@ class Verdict(NamedTuple):
     "A judge's verdict on a pair."
     preference: float             # from 1 to 2; nan for no verdict
     raw: str = ''                 # the last answer, as it came
-    price: float | None = 0.      # dollars; None where the model's price is unknown
-    seconds: float | None = None  # that the last answer took
-    orders: tuple = ()            # if asked in both orders: the preference in each, as the pair is
+    price: float | None = 0.      # dollars; None if the model's price is unknown
+    seconds: float | None = None  # how long the last answer took
+    orders: tuple = ()            # the preferences in both orders, if the judge was asked in both
 
     def exchanged(self):
         "Return the verdict on the same pair with its answers exchanged."
         return self._replace(preference=3 - self.preference)
 
 # %% ../../nbs/judging/judges.ipynb #f4d9cc3d
-_ASKS = 3   # times that a judge who samples is asked until its answer can be read
+_ASKS = 3   # how often a judge who samples is asked, at most, for an answer that can be read
 _DRAWS_PER_SEED = 1000
 
 
@@ -223,7 +223,7 @@ class _Asked(NamedTuple):
     pairs: list[dict]   # as shown, at most `batch_size`
     request: dict
     tries: int          # 1 for a greedy judge, which would say the same again
-    draw: int           # number of its first answer
+    draw: int           # number of the first answer
 
 
 def _divide(e: Evaluator, pairs: list[dict], seed: int) -> list[_Asked]:
@@ -243,8 +243,8 @@ def _divide(e: Evaluator, pairs: list[dict], seed: int) -> list[_Asked]:
 def _verdicts(
     client: ApiClient,
     asked: _Asked,
-    answers: list[dict],         # all that were paid for
-    preferences: list[float],    # in the last of them
+    answers: list[dict],         # all answers that were paid for
+    preferences: list[float],    # preferences in the last answer
 ) -> list[Verdict]:
     "Make the verdicts on the pairs of a request."
     e = asked.evaluator
@@ -255,12 +255,12 @@ def _verdicts(
         prices.append(client.price(e.decoding['model'], *tokens))
     price = None if None in prices else sum(prices) / e.batch_size
     raw = answer_text(answers[-1], refusal=True)
-    of_pairs = preferences[:len(asked.pairs)]   # without the sums
+    of_pairs = preferences[:len(asked.pairs)]   # without the trivial pairs
     return [Verdict(p, raw, price, answers[-1]['seconds']) for p in of_pairs]
 
 # %% ../../nbs/judging/judges.ipynb #9bbae81a
 def _note_unread(client: ApiClient, asked: list[_Asked], said: list, answers: list[list[dict]]):
-    "Note replies without a verdict; ValueError if a judge's are most of its replies."
+    "Note replies without a verdict; ValueError if most replies of a judge have none."
     replies = Counter()
     unread = {}
     for i, one in enumerate(asked):
@@ -273,9 +273,9 @@ def _note_unread(client: ApiClient, asked: list[_Asked], said: list, answers: li
         client.unread += [dict(annotator=name, said=text) for text in texts]
         if len(texts) < 4 or 2*len(texts) <= replies[name]: continue
         advice = reading_advice(asked[where[-1]].request, answers[where[-1]][-1])
-        raise ValueError(f'{name}: no verdict can be read in {len(texts)} of its '
+        raise ValueError(f'{name}: no label can be read in {len(texts)} of its '
                          f'{replies[name]} answers: {advice}. All are stored. '
-                         f'One is {texts[-1][:200]!r}')
+                         f'The last is {texts[-1][:200]!r}')
 
 # %% ../../nbs/judging/judges.ipynb #bf68691d
 def _ask_judges(
@@ -312,7 +312,7 @@ class ApiJudge:
     def name(self) -> str: return self.evaluator.name
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        "Ask about pairs in the order given; print how many get no verdict, which is nan."
+        "Ask about pairs in the order given; print how many get no verdict (nan)."
         verdicts, = _ask_judges([(self, pairs)], seed=self.client.cfg.seed)
         missing = sum(math.isnan(v.preference) for v in verdicts)
         report_missing(self.name, missing, len(pairs), 'pairs')
@@ -329,7 +329,7 @@ def api_clients(pool) -> list[ApiClient]:
 
 
 def usage_totals(clients: list[ApiClient]) -> dict:
-    "Add up requests, tokens and dollars of all clients; empty without one."
+    "Add up requests, tokens and dollars of all clients; empty if there are none."
     if not clients: return {}
     tallies = [client.tally for client in clients]
     tokens_in, tokens_out = np.sum([t.tokens for t in tallies], axis=0).tolist()
@@ -347,7 +347,7 @@ def check_all_answered(pool, what: str):
 
 # %% ../../nbs/judging/judges.ipynb #75d46368
 def _verdict_labels(e):
-    "The labels for the first and the second answer; ValueError for an evaluator without them."
+    "The labels for the first and the second answer; ValueError if an evaluator has none."
     kwargs = e.parser_kwargs
     if e.batch_size == 1 and e.parser == 'regex_parser':
         # `Output \(a\)` stands for itself, and an optional group before it for nothing
@@ -361,8 +361,9 @@ def _verdict_labels(e):
         first = kwargs['numerator_token']
         others = kwargs['denominator_tokens']
         if len(others) == 2: return first, next(t for t in others if t != first)
-    raise ValueError(f'{e.name} cannot use a local model: its verdict is not one of two labels. '
-                     'Name one with labels, such as open_pool, or serve it and set base_url')
+    raise ValueError(f'{e.name} cannot use a local model, because it does not choose between two '
+                     'replies. Name a judge that does, such as open_pool, or serve the model and '
+                     'set base_url')
 
 # %% ../../nbs/judging/judges.ipynb #8b0e91ec
 class LocalJudge:
@@ -421,7 +422,7 @@ class RecordedLabels:
                 self.labels.setdefault(_in_words(pair), []).append(label)
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        "The mean label of each pair; nan for a pair without one."
+        "The mean label of each pair; nan for a pair without a label."
         return [float(np.mean(self.labels.get(_in_words(p), math.nan))) for p in pairs]
 
 
@@ -432,7 +433,7 @@ def read_recorded(path) -> list[dict]:
 
 # %% ../../nbs/judging/judges.ipynb #ebfe0b44
 def utility_judge(utility):
-    "Return the judge who prefers the answer of higher utility; 1.5 where they are equal."
+    "Return the judge who prefers the answer of higher utility; 1.5 if the two are equal."
     def gold(pairs):
         first = utility([dict(p, output=p['output_1']) for p in pairs])
         second = utility([dict(p, output=p['output_2']) for p in pairs])
@@ -453,14 +454,14 @@ def read_judge(path: str):
 # %% ../../nbs/judging/judges.ipynb #5b8e1d21
 class JudgeKind(NamedTuple):
     "A kind of judge that a setting can name."
-    example: str      # such a name
-    what: str         # what it names, in a line
-    named: Callable   # whether a value names one, told without loading it
-    make: Callable    # of the value and the settings: a judge, or a pool of them
+    example: str      # a name of this kind
+    what: str         # what such a name stands for, in a line
+    named: Callable   # tells whether a value names such a judge, without loading it
+    make: Callable    # makes a judge or a pool from the value and the settings
 
 # %% ../../nbs/judging/judges.ipynb #b091db65
 def _of_requests(cfg) -> ApiConfig:
-    "Return settings of requests, also to a model that is not the run's own."
+    "Return settings of requests, also for a run whose settings have none."
     if isinstance(cfg, ApiConfig): return cfg
     return ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
 
@@ -500,7 +501,7 @@ JUDGES = dict(
         lambda spec: model_kind(spec) == 'reward',
         lambda spec, cfg: RewardJudge(spec, _of_requests(cfg))),
     labels=JudgeKind(
-        'my/labels.json, runs/labelling', 'labels of people, or recorded verdicts',
+        'my/labels.json, runs/labelling', 'recorded labels, of people or judges',
         lambda spec: os.path.exists(at_root(spec)) and label_file(spec),
         lambda spec, cfg: RecordedLabels(read_recorded(spec), at_root(spec).stem)))
 
@@ -515,30 +516,30 @@ def _judge_kind(spec):
                 'and map its model to this folder')
     elif not os.path.exists(at_root(spec)): hint = suggest_names(spec)
     known = '; '.join(f'{kind.what} ({kind.example})' for kind in JUDGES.values())
-    raise ValueError(f'{spec!r}: this is no annotator. One is: {known}{hint}')
+    raise ValueError(f'{spec!r}: this is no judge. A judge is: {known}{hint}')
 
 
 def check_annotators(name: str, spec: str):
-    "Refuse with a ValueError a setting, `name`, that names no judge."
+    "Refuse with a ValueError the value of the setting `name` if it names no judge."
     try: _judge_kind(spec)
     except ValueError as e: raise ValueError(f'{name} = {e}') from None
 
 
 def load_annotators(
     spec: str,  # what a setting names: see the table
-    cfg,        # settings of the run; where it has none of an endpoint, their defaults
+    cfg,        # settings of the run; settings of an endpoint that it lacks have their defaults
 ):  # a judge, or a pool
     """Load the judge or pool of a name; ValueError for any other name.
 
     Parameters:
       spec : what a setting names: see the table
-      cfg : settings of the run; where it has none of an endpoint, their defaults
+      cfg : settings of the run; settings of an endpoint that it lacks have their defaults
     """
     return _judge_kind(spec).make(spec, cfg)
 
 # %% ../../nbs/judging/judges.ipynb #b04fd6df
 class JudgedConfig(Config):
-    """Settings some of which name annotators.
+    """Settings some of which name judges.
 
     Settings:
       out : run folder (default: )
@@ -568,15 +569,15 @@ def _check_names(setting, names, known):
 
 def check_known_names(
     specs: list[str],         # the judges that settings name
-    models: list[str],        # each a model, equals sign, its replacement
-    weights: list[str] = (),  # each an annotator, equals sign, its weight
+    models: list[str],        # replaced models, such as gpt-4=gpt-4.1
+    weights: list[str] = (),  # weights of judges, such as gpt4_1=2
 ):
-    """ValueError for a model or annotator that no configuration names, or for a negative weight.
+    """ValueError for a model or judge that no configuration names, or for a negative weight.
 
     Parameters:
       specs : the judges that settings name
-      models : each a model, equals sign, its replacement
-      weights : each an annotator, equals sign, its weight
+      models : replaced models, such as gpt-4=gpt-4.1
+      weights : weights of judges, such as gpt4_1=2
     """
     entries = {}
     for spec in specs:
@@ -590,7 +591,7 @@ def check_known_names(
 
 # %% ../../nbs/judging/judges.ipynb #f57e0c9d
 def _average(as_is, exchanged):
-    "Average two verdicts on a pair as it is, of which the second was shown exchanged."
+    "Average two verdicts on a pair; for the second it was shown with its answers exchanged."
     prices = as_is.price, exchanged.price
     orders = as_is.preference, exchanged.preference
     return as_is._replace(
@@ -601,21 +602,22 @@ def _average(as_is, exchanged):
 
 
 def ask_annotators(
-    annotators: list,
-    pairs: list[list[dict]],    # those that each annotator sees
-    seed: int = 0,              # of the order in which a pair is shown, and of sampled answers
-    both_orders: bool = False,  # ask in both orders and average, else in a random one
+    annotators: list,           # the judges
+    pairs: list[list[dict]],    # the pairs that each judge sees
+    seed: int = 0,              # seed of the order in which a pair is shown, and of samples
+    both_orders: bool = False,  # ask in both orders and average; else ask in a random order
 ) -> list[list[Verdict]]:       # on the pairs as they are
-    """Ask each annotator about its pairs; those behind an endpoint are asked together.
+    """Ask each judge about its pairs; judges behind an endpoint are asked together.
 
     Parameters:
-      pairs : those that each annotator sees
-      seed : of the order in which a pair is shown, and of sampled answers
-      both_orders : ask in both orders and average, else in a random one
+      annotators : the judges
+      pairs : the pairs that each judge sees
+      seed : seed of the order in which a pair is shown, and of samples
+      both_orders : ask in both orders and average; else ask in a random order
     Returns: on the pairs as they are
     """
-    work = []     # (annotator, its pairs as shown)
-    orders = []   # which of these are exchanged
+    work = []     # (judge, its pairs as shown)
+    orders = []   # which of these pairs are exchanged
     for who, own in zip(annotators, pairs):
         ways = [shown_swapped(own, seed)]
         if both_orders: ways = [[False] * len(own), [True] * len(own)]
@@ -636,7 +638,7 @@ def ask_annotators(
 
 # %% ../../nbs/judging/judges.ipynb #6fd448ff
 def _sample_pairs(row: dict, n: int, seed: int) -> list[dict]:
-    "Pair the different samples of a record, at most n pairs, in an order that the seed draws."
+    "Pair the different samples of a record, at most n pairs, in an order drawn by the seed."
     texts = row['output']
     def coin(text): return hash_uniform(seed, 'pair', *prompt_key(row), text)
     different = sorted(set(texts), key=coin)
@@ -656,5 +658,5 @@ def load_pairs(cfg) -> list[dict]:
     pairs = []
     for row in rows: pairs += _sample_pairs(row, getattr(cfg, 'pairs_each', 1), cfg.seed)
     if pairs: return pairs
-    raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers; sample '
+    raise ValueError(f'outputs = {cfg.outputs}: no request has two different answers; sample '
                      'with n > 1 at a temperature above 0, or name a second model in against')

@@ -53,19 +53,19 @@ def _read_pair(record, where):
 
 # %% ../../nbs/judging/label_files.ipynb #5c1e7a02
 def _one_name(value):
-    "Write the name or number of an annotator in one way."
+    "Write the name or number of a person or judge in one way."
     name = str(value).strip()
     return name if finite_number(name) is None else name.removesuffix('.0')
 
 # %% ../../nbs/judging/label_files.ipynb #8f115237
 def name_voter(
     row: dict,
-    where: str = '',   # file and row; where given, a name must be a text or a number
+    where: str = '',   # file and row; if given, a name must be a text or a number
 ) -> str:
     """Name who voted in a row; empty if no column does.
 
     Parameters:
-      where : file and row; where given, a name must be a text or a number
+      where : file and row; if given, a name must be a text or a number
     """
     for field in ANNOTATOR_FIELDS:
         if row.get(field) in (None, ''): continue
@@ -81,16 +81,16 @@ def is_true(value) -> bool:
 def _why_left_out(record):
     "Say why a labelled record is not used; empty if it is."
     if record.get('status') == 'discarded' or is_true(record.get('was_cancelled')):
-        return 'votes were discarded by who gave them'   # in Argilla and Label Studio
+        return 'votes were discarded by the people who gave them'   # in Argilla and Label Studio
     label = record.get('preference', 1.5)
     if label is None: return 'pairs have no label'
     if label != 1.5 and record.get('output_1') == record.get('output_2'):
-        return 'pairs have two equal answers, of which none is better'
+        return 'pairs have two equal answers, but a label that says one is better'
     return ''
 
 # %% ../../nbs/judging/label_files.ipynb #20717256
 def _votes_of(record, row, where):
-    "Read the votes of a record by name, and of the row that it was read from; ValueError without."
+    "Read the votes of a record by name; ValueError if there are none."
     votes = record.get('votes')
     if votes is None:
         if 'preference' not in record:
@@ -119,17 +119,17 @@ def _short_name(spec):
 
 # %% ../../nbs/judging/label_files.ipynb #b03ead0b
 def _add_vote(votes, name, vote):
-    "Add a vote to those on a pair, in the place of one of the same person; say which it replaces."
+    "Add a vote on a pair, in the place of an earlier one of the person; say what it replaces."
     before = votes.get(name, math.nan)
     votes[name] = before if math.isnan(vote) else vote
     if math.isnan(before) or math.isnan(vote): return ''
     whose = 'somebody unnamed (no `annotator`)' if name == 'people' else 'the same person'
-    if before == vote: return f'votes repeat one of {whose} on the same pair, and count once'
-    return f'votes differ from one of {whose} on the same pair, and replace it'
+    if before == vote: return f'votes repeat a vote of {whose} on the same pair, and count once'
+    return f'votes differ from a vote of {whose} on the same pair, and replace it'
 
 # %% ../../nbs/judging/label_files.ipynb #53e0f547
 def _read_labelled_pairs(rows, where, pairs):
-    "Add the labelled pairs of a file's rows to `pairs`, by what identifies them; ValueError."
+    "Add the labelled pairs of a file's rows to `pairs`, a dict by what identifies a pair."
     if not rows: raise ValueError(f'{where}: the file holds no records')
     told = Counter()
     left_out = Counter()
@@ -164,7 +164,7 @@ def label_file(spec: str) -> Path | None:
 
 # %% ../../nbs/judging/label_files.ipynb #1e09c052
 def label_files(spec: str) -> list[str]:
-    "Find the files of a set, or the function that makes it; ValueError for neither."
+    "Find the files of a set, or the function that makes it; ValueError if there is neither."
     files = [label_file(f) for f in sorted(glob(str(at_root(spec))))]
     if files and all(files): return list(map(str, files))
     if files or ':' not in spec:
@@ -175,7 +175,7 @@ def label_files(spec: str) -> list[str]:
 
 # %% ../../nbs/judging/label_files.ipynb #b83b7fc7
 def load_sets(specs: list[str]) -> dict[str, list[dict]]:
-    "Read the labelled pairs of sets, by a short name, or the full one if the short is not unique."
+    "Read the labelled pairs of sets, by a short name, or the full name if that is not unique."
     names = [_short_name(spec) for spec in specs]
     sets = {}
     for name, spec in zip(names, specs):
@@ -189,16 +189,16 @@ def load_sets(specs: list[str]) -> dict[str, list[dict]]:
 # %% ../../nbs/judging/label_files.ipynb #a6ff6c8a
 class Verdicts(NamedTuple):
     "Verdicts of a judge on pairs, in the pairs' own order."
-    preferences: np.ndarray     # (annotators, 2, pairs) 1 to 2 or nan; [:, 1]: shown exchanged
+    preferences: np.ndarray     # (judges, 2, pairs) 1 to 2 or nan; [:, 1]: shown exchanged
     how: str                    # live or recorded
     unanswered: np.ndarray      # (pairs,) how often the pair was shown but got no verdict
     shown: np.ndarray           # (2, pairs) whether the pair was shown in this order
-    price: float = math.nan     # dollars for 1,000 comparisons; nan where unknown
+    price: float = math.nan     # dollars for 1,000 comparisons; nan if unknown
     time: float = math.nan      # seconds for 1,000 comparisons
 
 # %% ../../nbs/judging/label_files.ipynb #e172f251
 def per_thousand(values: list) -> float:
-    "Give a thousand times the mean of the known values; nan when there are none."
+    "Return a thousand times the mean of the known values; nan if there are none."
     numbers = [v for v in values if v is not None]
     return 1000*sum(numbers)/len(numbers) if numbers else math.nan
 
@@ -221,7 +221,7 @@ def _text_key(pair):
 
 
 def _record_verdict(record, judge, where):
-    "Read the verdict in a preference record, of a `judge` if it names none."
+    "Read the verdict in a preference record; if it names no judge, it is from `judge`."
     pair = _read_pair(record, where)
     if 'annotator' in record: judge = str(_read_name(record, 'annotator', where))
     verdict = dict(judge=judge, key=_text_key(pair), first=pair['output_1'],
@@ -255,7 +255,7 @@ def _read_verdicts(file):
 
 # %% ../../nbs/judging/label_files.ipynb #fe5971bb
 def _numbers_by_key(pairs):
-    "List the numbers of the pairs that have a key: their place in a file, their number or texts."
+    "List the numbers of pairs by key: by place in a file, by number and by texts."
     numbers = {}
     for j, pair in enumerate(pairs):
         place = pair.get('source'), pair['row']
@@ -276,7 +276,7 @@ def _as_it_stands(verdict, pair):
 
 # %% ../../nbs/judging/label_files.ipynb #7c0bd92e
 def _match_verdicts(verdicts, pairs, what):
-    "Gather the verdicts of one judge on those pairs of a set that it has compared, if any."
+    "Gather the verdicts of one judge on the pairs of a set; None if it has compared none of them."
     numbers = _numbers_by_key(pairs)
     matching = [v for v in verdicts if v['key'] in numbers]
     if not matching: return None
@@ -309,7 +309,7 @@ def recorded_verdicts(
     sets: dict,      # labelled pairs by the name of the set
     pool: str = '',  # one name for all judges of the file if no two of them compared the same pair
 ) -> dict:  # {(set, judge): Verdicts}
-    """Read the judges of a file on the pairs that they compared; ValueError without any.
+    """Read the verdicts in a file on the pairs of sets; ValueError if there are none.
 
     Parameters:
       file : verdicts of one or several judges
@@ -334,4 +334,4 @@ def recorded_verdicts(
             if verdicts: matched[name, judge] = verdicts
     if matched: return matched
     raise ValueError(f'{file}: its {len(rows)} verdicts match no pair in {", ".join(sets)}. They '
-                     'are matched by instruction and answers, or by the number in a known set')
+                     'are matched by request and answers, or by the number in a known set')

@@ -22,13 +22,13 @@ from .stats import vote_mode, wilson
 def flip_mask(
     pairs: list[dict],
     p: float,           # probability of a flip
-    seed: int = 0,      # of the coins
+    seed: int = 0,      # seed of the coins
 ) -> np.ndarray:  # (pairs,) bool
-    """Draw the pairs whose labels are flipped; whether one is does not depend on the others.
+    """Draw the pairs whose labels are flipped, each independently of the others.
 
     Parameters:
       p : probability of a flip
-      seed : of the coins
+      seed : seed of the coins
     Returns: (pairs,) bool
     """
     if not 0 <= p <= 1: raise ValueError(f'p = {p}: a flip rate is between 0 and 1')
@@ -37,14 +37,14 @@ def flip_mask(
 
 # %% ../../nbs/judging/measures.ipynb #606e348f
 def flip_labels(
-    preferences: list[dict],  # preference records, hard or soft; None where there is no verdict
+    preferences: list[dict],  # preference records, hard or soft; None if there is no label
     p: float,                 # probability of a flip; AlpacaFarm trains on 0.25
     seed: int = 0,            # of the coins
 ) -> tuple[list[dict], Interval]:  # the records, and the share of labels that were flipped
     """Reverse some preferences, and measure the rate; ties stay as they are.
 
     Parameters:
-      preferences : preference records, hard or soft; None where there is no verdict
+      preferences : preference records, hard or soft; None if there is no label
       p : probability of a flip; AlpacaFarm trains on 0.25
       seed : of the coins
     Returns: the records, and the share of labels that were flipped
@@ -63,7 +63,7 @@ def flip_labels(
 def _vote_order(
     pair: dict,
     vote: int,       # number of the vote on this pair
-    seed: int = 0,   # of the coins, which do not depend on the order of the pair
+    seed: int = 0,   # seed of the coins, which do not depend on the order of the pair
 ) -> int:
     "Draw the order in which a vote is cast: 1 if the pair is shown exchanged, else 0."
     coin = hash_uniform(seed, 'order', vote, *pair_identity(pair)) < .5
@@ -71,21 +71,21 @@ def _vote_order(
 
 # %% ../../nbs/judging/measures.ipynb #4cc64b5f
 def sample_votes(
-    chance,             # (annotators, 2, pairs) probability of output_2, from `both_orders`
+    chance,             # (judges, 2, pairs) probability of output_2, from `both_orders`
     pairs: list[dict],  # the same pairs
     votes: int = 4,     # votes per pair; AlpacaFarm's cross-annotations have four
-    seed: int = 0,      # of annotators, orders and coins
-    weights=None,       # (annotators,) relative frequency of each; equal when not given
-) -> np.ndarray:        # (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no verdict
-    """Draw votes of some annotators on each pair, each shown in a random order.
+    seed: int = 0,      # seed of judges, orders and coins
+    weights=None,       # (judges,) how often each is drawn, in proportion; None: equally
+) -> np.ndarray:        # (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no label
+    """Draw votes of some judges on each pair, each shown in a random order.
 
     Parameters:
-      chance : (annotators, 2, pairs) probability of output_2, from `both_orders`
+      chance : (judges, 2, pairs) probability of output_2, from `both_orders`
       pairs : the same pairs
       votes : votes per pair; AlpacaFarm's cross-annotations have four
-      seed : of annotators, orders and coins
-      weights : (annotators,) relative frequency of each; equal when not given
-    Returns: (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no verdict
+      seed : seed of judges, orders and coins
+      weights : (judges,) how often each is drawn, in proportion; None: equally
+    Returns: (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no label
     """
     if weights is None: weights = np.ones(len(chance))
     sampled = np.full((votes, len(pairs)), 1.5)
@@ -101,7 +101,7 @@ def sample_votes(
 
 # %% ../../nbs/judging/measures.ipynb #740074d8
 def _feature_preference(
-    preferences,  # (..., pairs) votes or soft preferences; nan for no verdict
+    preferences,  # (..., pairs) votes or soft preferences; nan for no label
     feature,      # (pairs,) above 0: only output_2 has it; below 0: only output_1; else 0
 ) -> float:  # nan when no pair differs
     "Measure how often the only output with a feature is preferred; ties are left out."
@@ -138,15 +138,15 @@ def _list_sign(pairs: list[dict]) -> np.ndarray:  # (pairs,) 1, 0 or -1
 
 # %% ../../nbs/judging/measures.ipynb #5c80ff90
 def cast_votes(
-    preferences: np.ndarray,  # (annotators, 2, pairs) of a judge
+    preferences: np.ndarray,  # (judges, 2, pairs) of a judge
     pairs: list[dict],
-    seed: int = 0,            # of the coins
+    seed: int = 0,            # seed of the coins
 ) -> np.ndarray:  # (votes, 2, pairs) of 1, 1.5, 2 or nan
     """Decide preferences as votes.
 
     Parameters:
-      preferences : (annotators, 2, pairs) of a judge
-      seed : of the coins
+      preferences : (judges, 2, pairs) of a judge
+      seed : seed of the coins
     Returns: (votes, 2, pairs) of 1, 1.5, 2 or nan
     """
     p = np.asarray(preferences, dtype=float)
@@ -170,7 +170,7 @@ def people_votes(pairs: list[dict]) -> np.ndarray:
 
 # %% ../../nbs/judging/measures.ipynb #d05010f7
 def _cohen_kappa(
-    table,  # (classes, classes) counts of one rater's class (row) and the other's (column)
+    table,  # (classes, classes) counts, by the class of the first rater (row) and of the second
 ) -> float:  # nan without counts, or when both always choose the same class
     "Compute Cohen's kappa."
     if not np.sum(table): return math.nan
@@ -194,7 +194,7 @@ def _krippendorff_alpha(
 
 # %% ../../nbs/judging/measures.ipynb #08d14fe8
 class PairTraits(NamedTuple):
-    "What the measures need to know of pairs besides the votes; each (pairs, ...)."
+    "What the measures need to know of pairs besides the votes; all arrays are (pairs, ...)."
     longer: np.ndarray   # above 0 where only output_2 is clearly longer
     list: np.ndarray     # above 0 where only output_2 has a list
     models: np.ndarray   # (pairs, 2) numbers of the two models; (pairs, 0) without names
@@ -206,7 +206,7 @@ class PairTraits(NamedTuple):
 
 # %% ../../nbs/judging/measures.ipynb #5c9a986b
 def pair_traits(pairs: list[dict], seed: int = 0) -> PairTraits:
-    "Find the traits of pairs; models have numbers if every pair names both and there are three."
+    "Find the traits of pairs; models get numbers if all pairs name theirs and there are three."
     named = [[p.get('generator_1'), p.get('generator_2')] for p in pairs]
     names, models = np.unique(np.array(named, dtype=str), return_inverse=True)
     if len(names) < 3 or not np.all(named):
@@ -221,7 +221,7 @@ def pair_traits(pairs: list[dict], seed: int = 0) -> PairTraits:
 def _win_shares(
     counts,   # (3, pairs) votes for first, tie, second
     models,   # (pairs, 2)
-) -> np.ndarray:  # (models,) share of votes won by each, ties as half; nan for one without votes
+) -> np.ndarray:  # (models,) share of votes that each wins, ties as half; nan without votes
     "Measure how often each model's answer is preferred."
     votes = counts.sum(0)
     won = counts[2] + counts[1]/2
@@ -244,7 +244,7 @@ def _or_nan(measure, *votes):
 
 # %% ../../nbs/judging/measures.ipynb #e0ea8cc9
 def _four_votes(votes, orders):
-    """Choose four votes on each pair (or as many as annotators), each in the order of its coin;
+    """Choose four votes on each pair (or as many as judges), each in the order of its coin;
     all votes of a judge who was asked in one order."""
     annotators, _, pairs = votes.shape
     if np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, pairs)
@@ -257,7 +257,7 @@ def _four_votes(votes, orders):
 
 # %% ../../nbs/judging/measures.ipynb #d88c27df
 def _order_measures(votes):
-    "Measure how far votes depend on the order, on pairs with a vote in each."
+    "Measure how far votes depend on the order, on pairs with votes in both orders."
     both = ~np.isnan(votes[:, 0] + votes[:, 1])
     one = votes[:, 0][both]
     two = votes[:, 1][both]
@@ -332,20 +332,20 @@ def people_measures(people, traits: PairTraits) -> dict:
         list=_feature_preference(people, traits.list))
 
 # %% ../../nbs/judging/measures.ipynb #7ff375a0
-FEWEST = 10  # instructions that an interval needs
+FEWEST = 10  # number of requests that an interval needs
 
 
 def bootstrap_measures(
     measure,             # f(indices of pairs) -> {name: value}
-    pairs: list[dict],   # pairs of one instruction are resampled together
+    pairs: list[dict],   # pairs of one request are resampled together
     n: int = 400,        # bootstrap draws
     seed: int = 0,       # same seed, same draws
 ) -> dict:  # {name: Interval}
-    """Measure with 95 % intervals over instructions, nan for fewer than ten.
+    """Measure with 95 % intervals over requests, nan for fewer than ten.
 
     Parameters:
       measure : f(indices of pairs) -> {name: value}
-      pairs : pairs of one instruction are resampled together
+      pairs : pairs of one request are resampled together
       n : bootstrap draws
       seed : same seed, same draws
     Returns: {name: Interval}

@@ -14,7 +14,7 @@ from ..run.paths import at_root, notebooks_folder
 
 # %% ../../nbs/judging/prompts.ipynb #672cfbf4
 def _folders():
-    "List the folders of configurations: ours, then those of alpaca-eval if it is installed."
+    "List the folders of configurations: ours, then alpaca-eval's if it is installed."
     folders = [notebooks_folder()/'recipes'/'judges']
     if spec := importlib.util.find_spec('alpaca_eval'):
         for package in spec.submodule_search_locations:
@@ -43,7 +43,7 @@ def judge_config_file(spec: str) -> Path | None:
 
 # %% ../../nbs/judging/prompts.ipynb #a15fb72d
 def judge_files(spec: str) -> list[Path]:
-    "Find the files of a judge's configuration: its YAML file and the prompts named in it; none for others."
+    "Find the files of a judge's configuration, if it has one: YAML file and prompts named in it."
     file = judge_config_file(spec)
     if file is None: return []
     if file.parent.is_file(): return [file.parent, *judge_files('question')]   # a task's question
@@ -79,7 +79,7 @@ def _check_entry(entry, where):
 
 # %% ../../nbs/judging/prompts.ipynb #bf3a6eeb
 def read_judge_config(file: Path) -> dict[str, dict]:
-    "Read the entries of a configuration by annotator; ValueError naming what is wrong."
+    "Read the entries of a configuration by judge; ValueError naming what is wrong."
     file = Path(file)
     if file.parent.is_file():   # a task's question
         folder = _folders()[0]
@@ -88,7 +88,7 @@ def read_judge_config(file: Path) -> dict[str, dict]:
         entry['question'] = read_yaml(file.parent)['compare'][file.name]
         return {file.name: entry}
     entries = {str(name): entry for name, entry in read_yaml(file).items()}
-    if not entries: raise ValueError(f'{file}: there is no annotator in it')
+    if not entries: raise ValueError(f'{file}: there is no judge in it')
     for name, entry in entries.items(): _check_entry(entry, f'{file}, {name}')
     return entries
 
@@ -107,7 +107,7 @@ def suggest_names(spec: str) -> str:
 
 # %% ../../nbs/judging/prompts.ipynb #a935a53c
 def model_kind(path) -> str:
-    "Tell whether a checkpoint, run or GGUF file has a 'reward' or 'language' model; '' for none."
+    "Tell whether a checkpoint, run or GGUF file has a 'reward' or 'language' model; '' if neither."
     if at_root(path).suffix == '.gguf': return 'language'
     for file in (at_root(path)/'model'/'config.json', at_root(path)/'config.json'):
         if not os.path.isfile(file): continue
@@ -118,7 +118,7 @@ def model_kind(path) -> str:
 
 # %% ../../nbs/judging/prompts.ipynb #c4259258
 def is_population(spec: str) -> bool:
-    "Tell whether a name is that of a file of judges in a world's folder: an object, not records."
+    "Tell whether a name names a file of judges in a world's folder, which holds no records."
     file = at_root(spec)
     if ':' in spec or file.suffix != '.json' or not file.is_file(): return False
     if not (file.parent/'world.json').is_file(): return False

@@ -20,7 +20,7 @@ from .policy import Policy
 
 # %% ../../nbs/model/beams.ipynb #e1c769f0
 class _Beam(NamedTuple):
-    "An answer, and the sum of its log-probs."
+    "An answer, finished or not, and the sum of its log-probs."
     score: float
     tokens: list
     logps: list
@@ -32,7 +32,7 @@ class _Beam(NamedTuple):
 
 
 class _BeamGroup:
-    "One group of beams of a prompt: those that are unfinished, and the best that have ended."
+    "One group of beams of a prompt: the unfinished ones, and the best of the ended ones."
     def __init__(self, row, size, ends, penalty):
         self.size = size
         self.ends = ends
@@ -41,7 +41,7 @@ class _BeamGroup:
         self.ended = []   # the best first
 
     def advance(self, tops, taken, last) -> list[int]:
-        "Continue with the likeliest (log-prob, token) of each row, `tops`; the tokens chosen."
+        "Continue with `tops`, the likeliest (log-prob, token) by row; return the chosen tokens."
         longer = []
         for beam in self.beams:
             for logp, token in tops[beam.row]:
@@ -106,22 +106,22 @@ def _search_batch(policy, prompts, beams, groups, penalty, steps, ends):
 
 # %% ../../nbs/model/beams.ipynb #b566fb11
 def beam_search(
-    policy: Policy,                 # its tokenizer is read for end tokens, where it has one
+    policy: Policy,                 # whose tokenizer, if it has one, names end tokens
     prompts: list[list[int]],       # token ids
     beams: int = 4,                 # answers for each prompt
-    groups: int = 1,                # the beams are split into; diverse beam search with 2 or more
-    diversity_penalty: float = 0.,  # nats that a token costs for each earlier group's beam with it
+    groups: int = 1,                # groups of beams; 2 or more make the search diverse
+    diversity_penalty: float = 0.,  # cost (nats) of a token for each earlier beam that chose it
     max_new_tokens: int = 300,      # longer answers are cut off here
     batch_size: int = 0,            # rows of a forward pass; 0: as many as fit into memory
 ) -> list[list[Sample]]:
     """Search for the likeliest answers to each prompt, best first; fewer if there are no more.
 
     Parameters:
-      policy : its tokenizer is read for end tokens, where it has one
+      policy : whose tokenizer, if it has one, names end tokens
       prompts : token ids
       beams : answers for each prompt
-      groups : the beams are split into; diverse beam search with 2 or more
-      diversity_penalty : nats that a token costs for each earlier group's beam with it
+      groups : groups of beams; 2 or more make the search diverse
+      diversity_penalty : cost (nats) of a token for each earlier beam that chose it
       max_new_tokens : longer answers are cut off here
       batch_size : rows of a forward pass; 0: as many as fit into memory
     """

@@ -15,16 +15,16 @@ from .policy import grow_tables, Policy, TokenRows
 def add_tokens(
     policy: Policy,       # changed in place, and its tokenizer
     names: list[str],     # such as '<good>'
-    seed: int = 0,        # of the embeddings' noise
-    jitter: float = 1.,   # of the noise, in standard deviations of each dimension
+    seed: int = 0,        # seed of the embeddings' noise
+    jitter: float = 1.,   # size of the noise, in standard deviations of each dimension
 ) -> list[int]:
-    """Add tokens where they are not there, for prompts only, at the mean of the others; their ids.
+    """Add tokens for prompts only, unless they are there; return their ids.
 
     Parameters:
       policy : changed in place, and its tokenizer
       names : such as '<good>'
-      seed : of the embeddings' noise
-      jitter : of the noise, in standard deviations of each dimension
+      seed : seed of the embeddings' noise
+      jitter : size of the noise, in standard deviations of each dimension
     """
     model = policy.model
     tokenizer = policy.tokenizer
@@ -52,7 +52,7 @@ def prepend_tokens(
     prompts: list[list[int]],  # token ids
     tokens: int | list[int],   # a control token for all of them, or one for each
     tokenizer,                 # whose BOS stays in front
-    times: int = 1,            # that the token is repeated
+    times: int = 1,            # how often the token is repeated
 ) -> list[list[int]]:
     """Begin prompts with a control token.
 
@@ -60,7 +60,7 @@ def prepend_tokens(
       prompts : token ids
       tokens : a control token for all of them, or one for each
       tokenizer : whose BOS stays in front
-      times : that the token is repeated
+      times : how often the token is repeated
     """
     if isinstance(tokens, int): tokens = [tokens] * len(prompts)
     longer = []
@@ -71,16 +71,16 @@ def prepend_tokens(
 
 # %% ../../nbs/model/control.ipynb #6e164c80
 def set_control_prefix(
-    tokenizer,       # changed in place; what is saved of it keeps the prefix
+    tokenizer,       # changed in place; the prefix is saved with it
     name: str,       # the token
-    times: int = 1,  # that it is repeated
+    times: int = 1,  # how often it is repeated
 ):
     """Make every prompt of a tokenizer begin with a control token.
 
     Parameters:
-      tokenizer : changed in place; what is saved of it keeps the prefix
+      tokenizer : changed in place; the prefix is saved with it
       name : the token
-      times : that it is repeated
+      times : how often it is repeated
     """
     prefix = name * times
     tokenizer.init_kwargs['control'] = prefix

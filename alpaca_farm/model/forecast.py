@@ -27,25 +27,25 @@ class Forecast(NamedTuple):
 
 
 def forecast_run(
-    weights: float,   # of the model
-    trained: float,   # of them; with adapters about none
-    tokens: float,    # of a step
+    weights: float,   # number of weights of the model
+    trained: float,   # number of weights that are trained; with adapters about 0
+    tokens: float,    # tokens of a step
     steps: float,
     passes: float,    # forward passes over each token; a backward pass counts as two
     size: int,        # bytes of a weight
     speed: float,     # operations a second
-    models: int = 1,  # as large as this one that are held
+    models: int = 1,  # models of this size that are in memory at once
 ) -> Forecast:
     """Forecast the time and memory of a run.
 
     Parameters:
-      weights : of the model
-      trained : of them; with adapters about none
-      tokens : of a step
+      weights : number of weights of the model
+      trained : number of weights that are trained; with adapters about 0
+      tokens : tokens of a step
       passes : forward passes over each token; a backward pass counts as two
       size : bytes of a weight
       speed : operations a second
-      models : as large as this one that are held
+      models : models of this size that are in memory at once
     """
     seconds = 2*weights*tokens*steps*passes/speed
     return Forecast(seconds, size*(models*weights + 3*trained) + _HELD)
@@ -84,13 +84,13 @@ _RUNS = dict(  # by notebook
 # %% ../../nbs/model/forecast.ipynb #95bdefbb
 def text_passes(
     notebook: str,
-    settings: dict,  # of the run, as far as they are known
+    settings: dict,  # settings of the run, as far as they are known
     counts: dict,    # records by split
 ) -> float:
     """Count the texts of a run, each as often as it passes through the model.
 
     Parameters:
-      settings : of the run, as far as they are known
+      settings : settings of the run, as far as they are known
       counts : records by split
     """
     own = _RUNS[notebook] | settings
@@ -109,7 +109,7 @@ def text_passes(
         learned /= own['n']
     each = 2 if own.get('lora_rank') else 3
     total = texts*(each*learned + own.get('more', 0))
-    if notebook == 'best_of_n': return total*(not own.get('samples'))   # which are there
+    if notebook == 'best_of_n': return total*(not own.get('samples'))   # given samples cost nothing
     if notebook == 'reward_model': return total
     return total + counts['eval']*(_WRITING + 1)
 
@@ -118,22 +118,22 @@ LARGE = 2e7   # weights, below which a run takes minutes and nothing is foretold
 
 
 def forecast_jobs(
-    jobs: list,      # of `run.jobs`, or whatever has notebook and settings
+    jobs: list,      # jobs as in `run.jobs`, or other objects with notebook and settings
     counts: dict,    # records by split
-    weights: float,  # of the model
+    weights: float,  # number of weights of the model
     size: int,       # bytes of a weight that is only read
     speed: float,    # operations a second
-    tokens: float = 0.,  # of a text; 0: by the limits
+    tokens: float = 0.,  # tokens of a text; 0: by the limits
 ) -> Forecast:
-    """Forecast runs one after another; those of notebooks without a model take nothing.
+    """Forecast runs one after another; notebooks without a model take nothing.
 
     Parameters:
-      jobs : of `run.jobs`, or whatever has notebook and settings
+      jobs : jobs as in `run.jobs`, or other objects with notebook and settings
       counts : records by split
-      weights : of the model
+      weights : number of weights of the model
       size : bytes of a weight that is only read
       speed : operations a second
-      tokens : of a text; 0: by the limits
+      tokens : tokens of a text; 0: by the limits
     """
     found = [Forecast(0., 0.)]
     for job in jobs:
@@ -151,13 +151,13 @@ def forecast_jobs(
 # %% ../../nbs/model/forecast.ipynb #3b04d96c
 def print_time(
     cfg: Config,
-    jobs: list, counts: dict, weights: float,  # as of `forecast_jobs`
+    jobs: list, counts: dict, weights: float,  # as in `forecast_jobs`
     tokens: float = 0.,
 ):
     """Print how long the runs of a large model take, and their memory.
 
     Parameters:
-      weights : as of `forecast_jobs`
+      weights : as in `forecast_jobs`
     """
     size = dtype_of(cfg).itemsize
     found = forecast_jobs(jobs, counts, weights, size, machine_speed(cfg), tokens)

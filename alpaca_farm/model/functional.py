@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 # %% ../../nbs/model/functional.ipynb #279ead20
 def widen(x: torch.Tensor) -> torch.Tensor:
-    "Convert to float32, except what is float64 already."
+    "Convert to float32, unless it is float64."
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -48,7 +48,7 @@ def head_logits(
     weight,                # (V, D)
     bias=None,             # (V,)
     scale: float = 1.,     # factor of all logits
-    cap: float = 0.,       # they stay below it, softly; 0: no cap
+    cap: float = 0.,       # soft upper bound of the logits; 0: none
 ) -> torch.Tensor:  # (..., V)
     """Compute a language model's logits from its last states.
 
@@ -57,7 +57,7 @@ def head_logits(
       weight : (V, D)
       bias : (V,)
       scale : factor of all logits
-      cap : they stay below it, softly; 0: no cap
+      cap : soft upper bound of the logits; 0: none
     Returns: (..., V)
     """
     logits = F.linear(hidden, weight, bias)
@@ -105,7 +105,7 @@ def masked_mean(
     mask,                # not 0 where a value counts; broadcasts
     dim=None,            # None: over all dimensions
 ) -> torch.Tensor:
-    """Compute the mean of the values that count; of nothing it is 0.
+    """Compute the mean of the values that count; 0 if none counts.
 
     Parameters:
       mask : not 0 where a value counts; broadcasts
@@ -129,14 +129,14 @@ def has_spread(x, dim=None) -> torch.Tensor:
 def masked_whiten(
     x: torch.Tensor,
     mask,                     # not 0 where a value counts; elsewhere the result is 0
-    shift_mean: bool = True,  # to 0; not of rewards, whose sign matters
+    shift_mean: bool = True,  # move the mean to 0; not for rewards, whose sign matters
     eps: float = 1e-8,        # added to the variance
 ) -> torch.Tensor:
     """Scale to variance 1; the distance from the mean is 0 where there is no spread.
 
     Parameters:
       mask : not 0 where a value counts; elsewhere the result is 0
-      shift_mean : to 0; not of rewards, whose sign matters
+      shift_mean : move the mean to 0; not for rewards, whose sign matters
       eps : added to the variance
     """
     mean = masked_mean(x, mask)
@@ -156,15 +156,15 @@ KL_KINDS = {
 
 
 def kl_estimate(
-    logp,                    # of sampled tokens under the policy, of any shape
-    ref_logp,                # under the reference
+    logp,                    # log-probs of sampled tokens under the policy, of any shape
+    ref_logp,                # log-probs of the same tokens under the reference policy
     kind: str = 'k1',        # a name of `KL_KINDS`
 ) -> torch.Tensor:
-    """Estimate the divergence from the reference by each token (Schulman, 2020).
+    """Estimate the divergence from the reference policy by each token (Schulman, 2020).
 
     Parameters:
-      logp : of sampled tokens under the policy, of any shape
-      ref_logp : under the reference
+      logp : log-probs of sampled tokens under the policy, of any shape
+      ref_logp : log-probs of the same tokens under the reference policy
       kind : a name of `KL_KINDS`
     """
     if kind not in KL_KINDS: raise ValueError(f'kl kind {kind!r} is none of {", ".join(KL_KINDS)}')
@@ -173,7 +173,7 @@ def kl_estimate(
 # %% ../../nbs/model/functional.ipynb #a091fa40
 @torch.no_grad()
 def gae(
-    rewards,                # (B, T) of tokens
+    rewards,                # (B, T) rewards of the tokens
     values,                 # (B, T) returns that were expected *before* each token
     mask,                   # (B, T) with at most one contiguous stretch in a row
     gamma: float = 1.,      # discount
@@ -182,7 +182,7 @@ def gae(
     """Compute advantages and returns (Schulman et al., 2016).
 
     Parameters:
-      rewards : (B, T) of tokens
+      rewards : (B, T) rewards of the tokens
       values : (B, T) returns that were expected *before* each token
       mask : (B, T) with at most one contiguous stretch in a row
       gamma : discount
@@ -200,19 +200,19 @@ def gae(
 
 # %% ../../nbs/model/functional.ipynb #9edd0a33
 def try_function(
-    setting: str,      # and its value, for the message
-    f,                 # of a tensor and maybe more
+    setting: str,      # the setting and its value, for the message
+    f,                 # takes a tensor and maybe more
     x: torch.Tensor,   # values to try it on, of any shape
-    *more,             # its further arguments
-    **settings,        # and those by name
+    *more,             # further arguments of f
+    **settings,        # further arguments by name
 ) -> torch.Tensor:  # of the shape of x
-    """Call a function of one's own; ValueError unless it gives a finite number for each value.
+    """Call a user's function; ValueError unless it gives a finite number for each value.
 
     Parameters:
-      setting : and its value, for the message
-      f : of a tensor and maybe more
+      setting : the setting and its value, for the message
+      f : takes a tensor and maybe more
       x : values to try it on, of any shape
-      more : its further arguments
+      more : further arguments of f
     Returns: of the shape of x
     """
     try: found = f(x, *more, **settings)
@@ -220,10 +220,10 @@ def try_function(
         raise ValueError(f'{setting}: it fails with {type(e).__name__}: {e}') from e
     shape = getattr(found, 'shape', None)
     if shape != x.shape:
-        raise ValueError(f'{setting}: of a tensor {tuple(x.shape)} it makes '
+        raise ValueError(f'{setting}: it turns a tensor {tuple(x.shape)} into '
                          f'{type(found).__name__ if shape is None else tuple(shape)}. '
-                         'Let it return a number for each')
+                         'Let it return a number for each value')
     if not found.isfinite().all():
-        raise ValueError(f'{setting}: of {x.tolist()} it makes {found.tolist()}, '
+        raise ValueError(f'{setting}: it turns {x.tolist()} into {found.tolist()}, '
                          'which is not finite')
     return found

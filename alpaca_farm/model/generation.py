@@ -49,7 +49,7 @@ def _choose_token(
     top_p: float = 1.,
     top_k: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens and their log-probs, (B,) each
-    "Choose tokens by inverse CDF; log-probs are of the unrestricted distribution (at 0: at 1)."
+    "Choose tokens by inverse CDF; log-probs without restriction, at temperature 1 if it is 0."
     logits = logits.float()
     if temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
@@ -80,7 +80,7 @@ class _GrowingLayer(DynamicLayer):
         if torch.is_autocast_enabled(layer.device.type):   # in which keys and values are used
             self.dtype = torch.get_autocast_dtype(layer.device.type)
         self.is_initialized = True
-        self.slot = None   # the column to write to, (1,), where a step is fixed
+        self.slot = None   # (1,), the column to write to while a step is fixed
         self._move(layer.keys, layer.values)
 
     def _move(self, keys, values):
@@ -93,7 +93,7 @@ class _GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :t] for buffer in self.buffers)
 
     def update(self, key_states, value_states, *args, **kwargs):
-        "Write one step's keys and values; return views of all so far."
+        "Write the keys and values of one step; return views of all steps so far."
         if self.slot is not None:
             self.buffers[0].index_copy_(2, self.slot, key_states.to(self.dtype))
             self.buffers[1].index_copy_(2, self.slot, value_states.to(self.dtype))
@@ -106,7 +106,7 @@ class _GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def fix(self, length: int, slot: torch.Tensor | None):
-        "Hold `length` columns and room for one; from now on write to `slot`, if it is one."
+        "Hold `length` columns and room for one more; from now on write to `slot`, if given."
         self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
         if length == self.buffers[0].shape[2]: self._move(self.keys, self.values)
         self.slot = slot
@@ -117,7 +117,7 @@ class _GrowingLayer(DynamicLayer):
 
 # %% ../../nbs/model/generation.ipynb #be9e46e3
 class DecodingState:
-    "A batch in progress: cache, mask, positions and next logits, a row per unfinished sample."
+    "A batch in progress: cache, mask, positions and next logits, with a row for each sample."
     def __init__(self, policy: Policy):
         "Begin with an empty cache; `read` fills it."
         model = policy.model
@@ -171,7 +171,7 @@ def read(self: DecodingState,
     self.padded = any(len(p) < self.length for p in prompts)
     self.positions = (mask.cumsum(1) - 1).clamp(min=0)
     self.logits = self.next_logits(ids, mask)
-    self.positions = self.positions[:, -1:] + 1   # of the next token
+    self.positions = self.positions[:, -1:] + 1   # position of the next token
     self.mask = F.pad(mask, (0, longest - self.length), value=1)
     self.select(torch.tensor(rows, device=device))
 
@@ -203,7 +203,7 @@ def complete_mask(self: DecodingState):
 # %% ../../nbs/model/generation.ipynb #32f46eed
 @contextmanager
 def _never_waiting(device: torch.device):
-    "RuntimeError if the host waits for a GPU within the context, as no graph can."
+    "RuntimeError if the CPU waits for the GPU within the context, which no graph can do."
     if device.type != 'cuda':
         yield
         return
@@ -234,7 +234,7 @@ class _FixedStep:
         self.mask.index_fill_(3, self.slot, 0)
 
     def logits_after(self, state, tokens: torch.Tensor) -> torch.Tensor:
-        "The logits (B, V) behind `tokens` (B,); from the second step on a GPU replays the first."
+        "The logits (B, V) behind `tokens` (B,); on a GPU, later steps replay the recording."
         self.tokens.copy_(tokens[:, None])
         if self.logits is None or tokens.device.type != 'cuda':
             with _never_waiting(tokens.device): self.compute(state)
@@ -247,7 +247,7 @@ class _FixedStep:
 # %% ../../nbs/model/generation.ipynb #19c9e8ee
 @patch
 def end_step(self: DecodingState):
-    "Let the cache's layers grow again."
+    "Let the layers of the cache grow again."
     if not self.step: return
     self.step = None
     for layer in self.cache.layers: layer.fix(self.length, None)
@@ -292,7 +292,7 @@ def start_decoding(
 # %% ../../nbs/model/generation.ipynb #6c818005
 @torch.no_grad()
 def can_be_fixed(policy: Policy) -> bool:
-    "Try whether a step of a model can be replayed: it never waits for a figure of the GPU."
+    "Try whether a step of a model can be replayed, as it never waits for the GPU."
     state = start_decoding(policy, [[0]], [0], longest=3, fixed=True)
     try: state.feed(torch.zeros(1, dtype=torch.long, device=policy.device))
     except RuntimeError as e:
@@ -372,12 +372,12 @@ def evaluation_mode(policy: Policy):
 def check_sampling(
     policy: Policy,
     prompts: list[list[int]],
-    max_new_tokens: int,  # of the answer, which the model has to read as well
+    max_new_tokens: int,  # length of the answer, which the model has to read as well
 ):
     """Raise ValueError for a prompt that the model cannot read.
 
     Parameters:
-      max_new_tokens : of the answer, which the model has to read as well
+      max_new_tokens : length of the answer, which the model has to read as well
     """
     model = policy.model
     if 'past_key_values' not in signature(model.forward).parameters:
@@ -400,11 +400,11 @@ class _Job(NamedTuple):
     prompt: tuple[int, ...]
     occurrence: int  # how often the prompt has occurred before
     k: int           # number of the sample
-    place: int       # of the prompt among all
+    place: int       # place of the prompt among all prompts
 
 # %% ../../nbs/model/generation.ipynb #0705b6ec
 def _sampling_jobs(prompts: list[list[int]], n: int) -> list[_Job]:
-    "The samples to be drawn, those of the longest prompts first."
+    "List the samples to be drawn, the longest prompts first."
     jobs = []
     seen = Counter()
     for place, prompt in enumerate(prompts):
@@ -415,26 +415,26 @@ def _sampling_jobs(prompts: list[list[int]], n: int) -> list[_Job]:
 
 # %% ../../nbs/model/generation.ipynb #3cb14913
 def generate(
-    policy: Policy,             # its tokenizer is read for end tokens, where it has one
+    policy: Policy,             # whose tokenizer, if it has one, names end tokens
     prompts: list[list[int]],   # token ids
     n: int = 1,                 # samples of each prompt
     max_new_tokens: int = 300,
     temperature: float = 1.0,   # 0 is greedy
     top_p: float = 1.0,         # sample from the likeliest tokens of this probability; 1: from all
-    top_k: int = 0,             # and from this many; 0: from all
+    top_k: int = 0,             # sample from this many of the likeliest tokens; 0: from all
     seed: int = 0,
-    batch_size: int = 0,        # sequences beside each other; 0: by memory
+    batch_size: int = 0,        # sequences in a batch; 0: as many as fit into memory
 ) -> list[list[Sample]]:  # n of each prompt
     """Sample answers to prompts; ValueError for a prompt that the model cannot read.
 
     Parameters:
-      policy : its tokenizer is read for end tokens, where it has one
+      policy : whose tokenizer, if it has one, names end tokens
       prompts : token ids
       n : samples of each prompt
       temperature : 0 is greedy
       top_p : sample from the likeliest tokens of this probability; 1: from all
-      top_k : and from this many; 0: from all
-      batch_size : sequences beside each other; 0: by memory
+      top_k : sample from this many of the likeliest tokens; 0: from all
+      batch_size : sequences in a batch; 0: as many as fit into memory
     Returns: n of each prompt
     """
     longest = max(map(len, prompts), default=0) + max_new_tokens

@@ -42,8 +42,8 @@ def _reading(spec: str, what: str):
     except Exception as e:
         reason = str(e).partition('\n')[0]
         if 'trust_remote_code' in str(e):
-            raise ValueError(f'{spec}: it is read by code of its own, which is not executed here. '
-                             'Name a model that transformers has a class for') from None
+            raise ValueError(f'{spec}: it needs code of its own, which is not executed here. '
+                             'Name a model for which transformers has a class') from None
         raise ValueError(f'{spec}: its {what} cannot be read ({type(e).__name__}: '
                          f'{reason})') from e
 
@@ -57,7 +57,7 @@ def _write_gguf(file: Path, folder: Path):
             file.parent, dtype=torch.float32, output_loading_info=True,
             trust_remote_code=False, **source)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False, **source)
-    if missing := info['missing_keys']:   # and are random now
+    if missing := info['missing_keys']:   # these weights are random now
         raise ValueError(f'{file} lacks the weights {", ".join(sorted(missing))}'[:200])
     del model.config.quantization_config   # these weights are not quantised any more
     model.hf_quantizer = None
@@ -94,7 +94,7 @@ def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
     name = spec.partition('@')[0]
     if name.endswith(('-wdiff', '-delta')) or (at_root(spec)/'model_sum.txt').exists():
-        raise ValueError(f'{spec} is a difference from a base: recover the model with '
+        raise ValueError(f'{spec} is a difference from a base model: recover the model with '
                          'nbs/pretrained.ipynb')
     if at_root(spec).suffix == '.gguf' and at_root(spec).is_file(): return _from_gguf(at_root(spec))
     for folder in (at_root(spec)/'model', at_root(spec)):
@@ -108,8 +108,8 @@ def model_path(spec: str) -> str:
                 with open_tensors(p): pass
             return str(folder)
         if is_adapter(folder):
-            raise FileNotFoundError(f'{spec} is an adapter without config.json: copy that and the '
-                                    'files of the tokenizer from its base model into the folder')
+            raise FileNotFoundError(f'{spec} is an adapter without config.json: copy that file, and '
+                                    'the files of the tokenizer, from its base model into the folder')
     if not at_root(spec).exists() and looks_like_hub(spec):
         return hub_snapshot(spec) if '@' in spec else spec
     found = ''.join(f'. Did you mean {p}?' for p in [*at_root(spec).glob('*.gguf')][:1])
@@ -130,7 +130,7 @@ def _from_files(
 
 
 def model_config(spec: str, **options):
-    "The configuration of a model, from what `model_path` takes; ValueError as of `_from_files`."
+    "The configuration of a model, named as for `model_path`; ValueError as in `_from_files`."
     from transformers import AutoConfig
     return _from_files(AutoConfig, spec, 'config.json', **options)
 
@@ -147,7 +147,7 @@ def place_model(
     tokenizer,
     cfg: Config,
 ) -> Policy:
-    """Put a model on its device, without dropout; one thread for a small one on the CPU.
+    """Put a model on its device, without dropout; a small model on the CPU gets one thread.
 
     Parameters:
       model : of transformers
@@ -176,16 +176,16 @@ def _padding_token(
 # %% ../../nbs/model/loading.ipynb #e7e11b30
 def load_tokenizer(
     spec: str,            # as for `model_path`
-    model=None,           # which must know its tokens
-    arguments: dict = {},  # of its chat template
+    model=None,           # the model, which must know the tokenizer's tokens
+    arguments: dict = {},  # arguments of the chat template
 ):
     """Load a tokenizer, with a padding token; ValueError if its template takes other arguments, or
     an answer's end is not among the model's tokens.
 
     Parameters:
       spec : as for `model_path`
-      model : which must know its tokens
-      arguments : of its chat template
+      model : the model, which must know the tokenizer's tokens
+      arguments : arguments of the chat template
     """
     from jinja2 import TemplateSyntaxError
     from transformers import AutoTokenizer
@@ -226,12 +226,12 @@ def _attention_of(spec: str, cfg: Config) -> str | None:
 def loading_options(
     spec: str,
     cfg: Config,
-    train: bool,  # whether it is trained, or compared with one that is
+    train: bool,  # whether it is trained, or compared with a model that is trained
 ) -> dict:
     """Choose a model's kernel and precision; ImportError for 4 bits without bitsandbytes.
 
     Parameters:
-      train : whether it is trained, or compared with one that is
+      train : whether it is trained, or compared with a model that is trained
     """
     from transformers import BitsAndBytesConfig
     master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
@@ -248,7 +248,7 @@ def loading_options(
 
 # %% ../../nbs/model/loading.ipynb #7bd68569
 def _saved_weights(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
-    "The weights of some names in a model's files, in the precision that they have there."
+    "Read weights by name from a model's files, in the precision of the files."
     found = {}
     for file in Path(folder).glob('*.safetensors'):
         with open_tensors(file) as f: found |= {k: f.get_tensor(k) for k in names & set(f.keys())}
@@ -257,7 +257,7 @@ def _saved_weights(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
 # %% ../../nbs/model/loading.ipynb #165f1f95
 @torch.no_grad()
 def _keep_head(model, folder: str):
-    "Let what follows a scalar model's trunk be in float32, with the weights of its files."
+    "Put what follows a scalar model's trunk into float32, with the weights in its files."
     trunk = f'{model.base_model_prefix}.'
     weights = {n: p for n, p in model.named_parameters() if not n.startswith(trunk)}
     for part in model.children():
@@ -271,7 +271,7 @@ def _embeddings_are_tied(model, folder: str, unexpected: set[str]) -> bool:
     table = model.get_input_embeddings().weight
     head = model.get_output_embeddings()
     if head is not None: return head.weight is table
-    saved = _saved_weights(folder, unexpected).values()   # of a scalar model: a head not loaded
+    saved = _saved_weights(folder, unexpected).values()   # a head that a scalar model lacks
     return all(w.shape != table.shape or torch.equal(w.to(table), table) for w in saved)
 
 # %% ../../nbs/model/loading.ipynb #857a11e1
@@ -281,7 +281,7 @@ def _check_weights(
     fresh: tuple[str, ...],  # weights that may be missing
     scalar: bool,        # whether the model has a scalar head
 ):
-    "Raise ValueError if files lack weights, or have others than the model."
+    "Raise ValueError if files lack weights of the model, or have weights that do not fit."
     missing = sorted(set(info['missing_keys']) - set(fresh))
     if 'score.weight' in missing:
         raise ValueError(f'{spec} holds a policy, not a reward model: it has no head')
@@ -297,7 +297,7 @@ def _check_weights(
 # %% ../../nbs/model/loading.ipynb #c3201e00
 @contextmanager
 def _unwarned():
-    "Keep transformers from warning of what is checked here."
+    "Keep transformers from warning of what we check ourselves."
     from transformers.utils import logging
     level = logging.get_verbosity()
     no_progress_bars()
@@ -327,7 +327,7 @@ def _merge_adapter(model, folder: str, fresh: tuple[str, ...]):
     "Add the adapter in a folder to a model's weights, and its settings to the configuration."
     policy = Policy(model, score=getattr(model, 'score', None))
     try: merge(add_saved(policy, 'saved', folder, fresh))
-    except RuntimeError as e: raise ValueError(f'{folder}: {e}') from e   # of peft
+    except RuntimeError as e: raise ValueError(f'{folder}: {e}') from e   # raised by peft
     saved = read_json(f'{folder}/config.json')
     for name in ('likelihood', 'pooling', 'reward_mean', 'reward_std'):
         if name in saved and 'score.weight' not in fresh: setattr(model.config, name, saved[name])
@@ -348,7 +348,7 @@ def load_model(
     spec: str,  # as for `model_path`; an adapter is added to the weights
     dtype: torch.dtype,
     fresh: tuple[str, ...] = (),  # weights that may be missing
-    **options,  # of `loading_options`
+    **options,  # as `loading_options` gives them
 ):
     """Load a model; ValueError if that fails, or weights are missing.
 
@@ -371,7 +371,7 @@ def load_model(
     if 'quantization_config' in options:
         raise ValueError(f'quantize: {spec} is an adapter, which cannot be added to weights '
                          'of 4 bits. Name a run with a whole model')
-    below = *fresh, 'score.weight'   # the head is that of the adapter on top
+    below = *fresh, 'score.weight'   # the head comes from the adapter on top
     model = _load_whole(kind, named, folder, below, dtype=dtype, **options)
     for adapter in reversed(adapters[1:]): _merge_adapter(model, adapter, below)
     _merge_adapter(model, adapters[0], fresh)

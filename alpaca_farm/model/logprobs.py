@@ -34,32 +34,32 @@ from ..run.settings import Config
 
 # %% ../../nbs/model/logprobs.ipynb #ada10006
 def _settle_sampling(model, spec: str):
-    "Keep of a generation config that contradicts itself only the tokens."
+    "Reduce a generation config that contradicts itself to its tokens."
     given = model.generation_config
     try: given.validate(strict=True)
     except ValueError:
-        tell(f'{spec}: its generation_config.json contradicts itself. What is trained from it '
-             'has none of its settings of sampling')
+        tell(f'{spec}: its generation_config.json contradicts itself. Models trained from it '
+             'are saved without its settings of sampling')
         kept = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'suppress_tokens')
         model.generation_config = type(given)(**{k: getattr(given, k) for k in kept})
 
 # %% ../../nbs/model/logprobs.ipynb #4a13c7c6
 def _try_saving(policy, spec: str):
-    "Write all but the weights, and throw it away; ValueError for what could be read but not saved."
+    "Write all but the weights, and delete it; ValueError for a model that cannot be saved."
     if policy.model.can_generate(): _settle_sampling(policy.model, spec)
     try:
         with TemporaryDirectory() as folder:
             policy.model.config.save_pretrained(folder)
             policy.tokenizer.save_pretrained(folder)
-    except OSError: return   # of this disk, which is not the run's
+    except OSError: return   # an error of this disk; the run may use another disk
     except Exception as e:
         reason = ' '.join(str(e).split())
-        raise ValueError(f'{spec}: what is trained from it could not be saved '
+        raise ValueError(f'{spec}: a model trained from it could not be saved '
                          f'({reason:.200})') from e
 
 # %% ../../nbs/model/logprobs.ipynb #b141f784
 def _prepare_training(policy, spec: str, cfg: Config) -> Policy:
-    "A model as it is trained: with an adapter and gradient checkpointing, where these are set."
+    "Give a model that will be trained an adapter and gradient checkpointing, if these are set."
     _try_saving(policy, spec)
     if getattr(cfg, 'lora_rank', 0):
         path = model_path(spec)
@@ -98,16 +98,16 @@ def _check_policy(policy, spec: str, cfg: Config):
 def load_policy(
     spec: str,      # run folder, model folder, GGUF file or name on the hub
     cfg: Config,    # its device and precision, and the adapter if it has one
-    train: bool = False,   # in the precision of training, with an adapter if one is asked for
-    frozen: bool = False,  # with `train`: as it is compared with one that is trained
+    train: bool = False,   # load it for training, with an adapter if the settings ask for one
+    frozen: bool = False,  # with `train`: load it for comparison with the trained policy
 ) -> Policy:
     """Load a causal language model and its tokenizer.
 
     Parameters:
       spec : run folder, model folder, GGUF file or name on the hub
       cfg : its device and precision, and the adapter if it has one
-      train : in the precision of training, with an adapter if one is asked for
-      frozen : with `train`: as it is compared with one that is trained
+      train : load it for training, with an adapter if the settings ask for one
+      frozen : with `train`: load it for comparison with the trained policy
     """
     from transformers import AutoModelForCausalLM
     model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train))
@@ -153,13 +153,13 @@ def load_scalar(
         fresh = ('score.weight',)
         arguments = getattr(cfg, 'template_arguments', {})
         layers = getattr(cfg, 'layers', 0)
-        if layers: options['num_hidden_layers'] = layers   # the files' others are not read
+        if layers: options['num_hidden_layers'] = layers   # the further layers are not read
     model = load_model(AutoModelForSequenceClassification, spec, num_labels=1, fresh=fresh,
                        **options)
     if train and not hasattr(model, 'score'):
         raise ValueError(f'{spec}: {type(model).__name__} has no head on its last token: it can '
-                         'be a reward_model, but no value model (PPO needs none with advantage '
-                         '= rloo) and no policy to train one from')
+                         'be a reward_model, but no value model (with advantage = rloo, PPO '
+                         'needs none), and no reward model can be trained from it')
     tokenizer = load_tokenizer(spec, model, arguments)
     if head != 'keep':
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
@@ -178,16 +178,16 @@ def zero_head(policy: Policy) -> torch.nn.Module:
 # %% ../../nbs/model/logprobs.ipynb #076dad82
 def scalar_on(
     policy: Policy,
-    name: str,  # of the new adapter
-    spec: str,  # the reward model whose adapter it is; empty: a fresh one, with a head of zeros
+    name: str,  # name of the new adapter
+    spec: str,  # reward model that has the adapter; empty: a fresh adapter, with a head of zeros
     cfg: Config,
-) -> Policy | None:  # None if the policy has no adapter, or the reward model other weights
+) -> Policy | None:  # None if there is no adapter, or it stands on other weights
     """Make a scalar model on the frozen weights of a policy, with an adapter of its own.
 
     Parameters:
-      name : of the new adapter
-      spec : the reward model whose adapter it is; empty: a fresh one, with a head of zeros
-    Returns: None if the policy has no adapter, or the reward model other weights
+      name : name of the new adapter
+      spec : reward model that has the adapter; empty: a fresh adapter, with a head of zeros
+    Returns: None if there is no adapter, or it stands on other weights
     """
     base = folder = policy.base
     if policy.adapter is None: return
@@ -211,7 +211,7 @@ def before(response: torch.Tensor) -> torch.Tensor:
 
 # %% ../../nbs/model/logprobs.ipynb #039561a8
 def _positions(mask: torch.Tensor, right: bool) -> torch.Tensor:
-    "Count the positions (B, T) of real tokens; with padding on the right they run on over it."
+    "Count the positions (B, T) of real tokens; padding on the right is counted on."
     counted = (torch.ones_like(mask) if right else mask).cumsum(1) - 1
     longest = int(mask.any(0).sum())
     return counted.clamp(0, max(0, longest - 1))
@@ -262,7 +262,7 @@ def _head_parts(policy) -> dict:
     head = policy.model.get_output_embeddings() or tokens
     weight = head.weight
     bias = getattr(head, 'bias', None)
-    if policy.adapter == '' and isinstance(tokens, TokenRows):   # it knows none of these
+    if policy.adapter == '' and isinstance(tokens, TokenRows):   # it knows no new tokens
         weight = weight[:tokens.first]
         if bias is not None: bias = bias[:tokens.first]
     config = policy.model.config.get_text_config()
@@ -282,14 +282,14 @@ def logprobs(
     policy: Policy,
     batch: dict,                # ids, mask, response: (B, T) each
     temperature: float = 1.0,   # divides the logits, as when sampling
-    states: torch.Tensor | None = None,  # (B, T, hidden) of `answer_states`, if known already
+    states: torch.Tensor | None = None,  # (B, T, hidden) from `answer_states`, if known already
 ) -> torch.Tensor:  # (B, T), zero outside of the response
     """Compute log p of each response token given the tokens before it, in nats.
 
     Parameters:
       batch : ids, mask, response: (B, T) each
       temperature : divides the logits, as when sampling
-      states : (B, T, hidden) of `answer_states`, if known already
+      states : (B, T, hidden) from `answer_states`, if known already
     Returns: (B, T), zero outside of the response
     """
     if states is None: states = answer_states(policy, batch)
@@ -326,9 +326,9 @@ def _in_batches(
     compute,        # prompts and answers of a batch -> (B,)
     prompts: list,  # N
     answers: list,  # N, of any kind
-    size: int,      # rows of a forward pass; 0: by memory
+    size: int,      # rows of a forward pass; 0: as many as fit into memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU
-    "Compute one number for each prompt and its answer, in all processes."
+    "Compute one number for each prompt with its answer, in all processes."
     def compute_all(prompts, answers):
         out = torch.zeros(len(prompts))
         batches = answer_batches(prompts, answers, *pass_limits(policy, size))
@@ -344,14 +344,14 @@ def response_logprobs(
     prompts: list[list[int]],    # N
     responses: list[list[int]],  # N
     temperature: float = 1.0,
-    size: int = 0,               # responses in a forward pass; 0: by memory
+    size: int = 0,               # responses in a forward pass; 0: as many as fit into memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     """Compute log p of each whole response given its prompt, without gradients.
 
     Parameters:
       prompts : N
       responses : N
-      size : responses in a forward pass; 0: by memory
+      size : responses in a forward pass; 0: as many as fit into memory
     Returns: (N,) float32 on the CPU, in nats
     """
     def compute(prompts, responses):
@@ -371,7 +371,7 @@ def _last_states(policy: Policy, prompts: list[list[int]]) -> torch.Tensor:
 
 # %% ../../nbs/model/logprobs.ipynb #224060d9
 def _log_odds(policy: Policy, states: torch.Tensor, pairs: list) -> torch.Tensor:
-    "Compute log p of the second minus that of the first token behind each state, in float32."
+    "Compute log p of the second token minus log p of the first behind each state, in float32."
     head = _head_parts(policy)
     odds = []
     with torch.autocast(states.device.type, enabled=False):
@@ -386,14 +386,14 @@ def next_log_odds(
     policy: Policy,
     prompts: list[list[int]],      # N
     tokens: list[tuple[int, int]],  # N pairs
-    size: int = 0,                 # prompts in a forward pass; 0: by memory
+    size: int = 0,                 # prompts in a forward pass; 0: as many as fit into memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
-    """Compute the log-odds of the second of two tokens as the next behind each prompt.
+    """Compute the log-odds that the next token behind each prompt is the second of two.
 
     Parameters:
       prompts : N
       tokens : N pairs
-      size : prompts in a forward pass; 0: by memory
+      size : prompts in a forward pass; 0: as many as fit into memory
     Returns: (N,) float32 on the CPU, in nats
     """
     def compute(prompts, pairs): return _log_odds(policy, _last_states(policy, prompts), pairs)
@@ -429,7 +429,7 @@ def sequence_scores(
     weight = getattr(policy.config, 'likelihood', 0.)
     mean = getattr(policy.config, 'pooling', 'last') == 'mean'
 
-    # 1. the states that are used: at the last token, and those of the response
+    # 1. the states that are used: at the last token, and in the response
     last = torch.arange(len(ids), device=ids.device), _last_tokens(policy, ids, mask)
     read = torch.zeros_like(mask).index_put(last, mask.new_ones(()))
     if mean: read = read | response
@@ -451,7 +451,7 @@ def values(
     batch: dict,  # ids, mask, response: (B, T) each
     states: torch.Tensor | None = None,  # (B, T, hidden) of `answer_states`, if known already
 ) -> torch.Tensor:  # (B, T), zero outside of the response
-    """Compute V of the state in which each response token is chosen, in units of `mean` and `std`.
+    """Compute V where each response token is chosen, in units of `mean` and `std`.
 
     Parameters:
       batch : ids, mask, response: (B, T) each
@@ -518,7 +518,7 @@ def _write_weights(policy: Policy, folder: Path, cfg: Config):
 
 # %% ../../nbs/model/logprobs.ipynb #af01b89c
 def _drop_older(run):
-    "Remove the older of a run's policies by step, where it keeps only some."
+    "Remove a run's older policies model-<step>, if it keeps only the newest."
     limit = getattr(run.cfg, 'save_total_limit', 0)
     if not limit: return
     steps = [p for p in run.folder.glob('model-*') if p.name[6:].isdecimal()]
@@ -542,16 +542,16 @@ def _write_model(policy, run, name: str):
 # %% ../../nbs/model/logprobs.ipynb #bacf91eb
 def save_model(
     policy: Policy,
-    run,                  # the run whose folder it is written into
-    name: str = 'model',  # of its folder
-    whole: bool = True,   # of a model with an adapter: write the whole model as well
+    run,                  # the run whose folder gets the model
+    name: str = 'model',  # name of the model's folder
+    whole: bool = True,   # if the model has an adapter, write the whole model as well
 ):
     """Write a model, its tokenizer and its card, completely or not at all.
 
     Parameters:
-      run : the run whose folder it is written into
-      name : of its folder
-      whole : of a model with an adapter: write the whole model as well
+      run : the run whose folder gets the model
+      name : name of the model's folder
+      whole : if the model has an adapter, write the whole model as well
     """
     if policy.adapter is not None:
         own = 'adapter' if name == 'model' else name

@@ -16,7 +16,7 @@ from .policy import own_weights, Policy
 # %% ../../nbs/model/memory.ipynb #237d3a82
 def _available_bytes(device: torch.device) -> float:
     "Memory that is free on a device."
-    if device.type == 'cuda':   # with what torch keeps of tensors that are gone
+    if device.type == 'cuda':   # with memory of deleted tensors, which torch keeps
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
     import psutil
@@ -35,14 +35,14 @@ def _busy_tokens(policy: Policy) -> float:
 # %% ../../nbs/model/memory.ipynb #2707e0a7
 def pass_limits(
     policy: Policy,
-    rows: int = 0,         # as many, whatever their length; 0: `forward_batch`, or by memory
-    cached: bool = False,  # keys and values are kept
+    rows: int = 0,         # rows, whatever their length; 0: `forward_batch`, or as many as fit
+    cached: bool = False,  # whether keys and values are kept
 ) -> tuple[int, float]:  # rows, tokens
     """Bound what a forward pass without gradients reads.
 
     Parameters:
-      rows : as many, whatever their length; 0: `forward_batch`, or by memory
-      cached : keys and values are kept
+      rows : rows, whatever their length; 0: `forward_batch`, or as many as fit
+      cached : whether keys and values are kept
     Returns: rows, tokens
     """
     rows = rows or policy.forward_batch
@@ -76,8 +76,8 @@ def activation_bytes(policy: Policy) -> float:
 
 # %% ../../nbs/model/memory.ipynb #5df0e608
 def tokens_to_train(policies: list[Policy], device: torch.device) -> float:
-    """Count the tokens of a micro-batch: as many as keep 1 GB of activations on a CPU, and on a GPU
-    as many as keep it busy, if they fit into 60 % of what is free beside gradients and moments."""
+    """Count the tokens of a micro-batch: on a CPU as many as keep 1 GB of activations, on a GPU as
+    many as keep it busy, if they fit into 60 % of the memory beside gradients and moments."""
     each = max(1., sum(activation_bytes(m) for m in policies if hasattr(m.model, 'base_model')))
     if device.type != 'cuda': return 1e9 / each
     trained = 0

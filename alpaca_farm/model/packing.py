@@ -32,7 +32,7 @@ def pack(
     response: torch.Tensor | None = None,  # (B, T), 1 at answers' tokens, which end the rows
     window: float = math.inf,              # the most tokens of a row
 ) -> Packed | None:
-    """Pack a batch, each prompt once; None where a row exceeds `window`, or that saves too little.
+    """Pack a batch, each prompt once; None if a row exceeds `window`, or too little is saved.
 
     Parameters:
       ids : (B, T), tokens of a padded batch
@@ -45,7 +45,7 @@ def pack(
     answers = [0] * len(ids)
     if response is not None: answers = (response * mask).sum(1).tolist()
 
-    # 1. number the tokens: those of a prompt once, those of an answer each time
+    # 1. number the tokens: a prompt's tokens once, an answer's tokens each time
     number_of = {}   # prompt: the number of its first token
     numbers = []
     n = 0
@@ -93,7 +93,7 @@ def _register_rows(kernel: str):
             chosen = x[0].transpose(0, 1).index_select(0, rows.clamp(max=n - 1).flatten())
             return chosen.view(*rows.shape, *chosen.shape[1:]).transpose(1, 2)
 
-        more.pop('position_ids', None)  # those of the list
+        more.pop('position_ids', None)  # they number the list
         states = in_rows(query), in_rows(key), in_rows(value)
         out, _ = attention(module, *states, None, *args, **more)
         places = torch.arange(rows.numel(), device=rows.device)
@@ -126,7 +126,7 @@ def packed_states(policy: Policy, packed: Packed) -> torch.Tensor:
 
 # %% ../../nbs/model/packing.ipynb #b2d916e3
 def position_wise(policy: Policy) -> list:
-    "List the modules of the last layer that treat positions one by one, if named as Llama's."
+    "List the modules of the last layer that treat positions one by one, if named as in Llama."
     layers = getattr(policy.model.base_model, 'layers', None)
     if not layers: return []
     last = layers[-1]
@@ -162,11 +162,11 @@ def computed_at(parts: list, cells: torch.Tensor):
 
 # %% ../../nbs/model/packing.ipynb #35d720c7
 def attention_window(policy: Policy) -> float:
-    "Count the tokens that every layer attends to: infinite without a window, 0 for other layers."
+    "Count the tokens that every layer attends to: infinite if all, 0 for other kinds of layers."
     config = policy.model.config.get_text_config()
     kinds = set(getattr(config, 'layer_types', None) or ['sliding_attention'])
     if kinds - {'full_attention', 'sliding_attention'}: return 0
-    flash = kernel_of(policy).startswith('flash')   # which cuts by itself
+    flash = kernel_of(policy).startswith('flash')   # it applies the window itself
     if flash or 'sliding_attention' not in kinds: return math.inf
     return getattr(config, 'sliding_window', None) or math.inf
 

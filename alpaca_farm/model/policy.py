@@ -23,13 +23,13 @@ from ..run.settings import HardwareConfig
 # %% ../../nbs/model/policy.ipynb #ada00008
 @contextmanager
 def _adapters_on(
-    layers: list,      # of `_lora_layers`
-    names: list[str],  # of the adapters; empty: none
+    layers: list,      # as `_lora_layers` lists them
+    names: list[str],  # names of the adapters; empty: none
 ):
-    "Compute with these adapters; which they are is asked again by the next who computes."
+    "Switch on these adapters; the next policy that computes switches on its own."
     for layer in layers:
         if layer.active_adapters == names: continue
-        layer.set_adapter(names, inference_mode=True)   # which freezes all
+        layer.set_adapter(names, inference_mode=True)   # this freezes all adapters
         for matrices in (layer.lora_A, layer.lora_B): matrices.requires_grad_(True)
     yield
 
@@ -46,8 +46,8 @@ def explain_memory():
     except RuntimeError as e:
         reason = str(e).splitlines()[0]
         if 'out of memory' not in reason and "can't allocate memory" not in reason: raise
-        raise MemoryError(f'out of memory ({reason:.150}). Less is needed with micro_batch_size '
-                          'or forward_batch = 1, gradient_checkpointing = True, lora_rank = 16, '
+        raise MemoryError(f'out of memory ({reason:.150}). Less memory is needed with '
+                          'micro_batch_size or forward_batch = 1, gradient_checkpointing = True, lora_rank = 16, '
                           'master_weights = False, optimizer = adamw_8bit, or a smaller '
                           'model') from None
 
@@ -59,18 +59,18 @@ class Policy:
     tokenizer: object = None
     score: object = None              # a scalar head; None: a language model, or an encoder
     dtype: torch.dtype = torch.float32  # in which it computes
-    forward_batch: int = 0            # rows of a forward pass without gradients; 0: by memory
+    forward_batch: int = 0            # texts in a pass without gradients; 0: as many as fit
     packs: bool | None = None         # whether it reads packed batches; None: not tried yet
-    # the adapter that it computes with, '' for none; None: there are none, all weights are its own
+    # the adapter that it uses, '' for none; None: it has no adapters, and all weights are its own
     adapter: str | None = None
-    lora: object = None               # the adapter's settings, of `lora_config`
-    layers: list = field(default_factory=list)  # with adapters, shared by all on these weights
+    lora: object = None               # settings of the adapter, from `lora_config`
+    layers: list = field(default_factory=list)  # layers with adapters, shared by all policies here
     base: str = ''                    # folder or name of the model underneath
-    base_hash: str = ''               # of its weights, as they were read
+    base_hash: str = ''               # hash of that model's weights, when they were read
     lent: bool = False                # whether only the head is its own
-    mean: float = 0.                  # of the scores whose units its values are in
-    std: float = 1.                   # of these scores
-    config: object = None             # of a scalar model on the weights of another
+    mean: float = 0.                  # mean of the scores that set the units of its values
+    std: float = 1.                   # standard deviation of these scores
+    config: object = None             # configuration, if a scalar model borrows another's weights
 
     def __post_init__(self): self.config = self.config or getattr(self.model, 'config', None)
 
@@ -94,7 +94,7 @@ def lora_config(cfg: HardwareConfig):
                       target_modules='all-linear' if names == ['all-linear'] else names)
 
 # %% ../../nbs/model/policy.ipynb #bcd4db7e
-# peft refuses adapters on their out_proj, whose weight is read by a kernel past its layer
+# families whose out_proj gets no adapter from peft, since a kernel reads its weight directly
 _KERNELS = 'mamba', 'mamba2', 'falcon_mamba', 'falcon_h1', 'nemotron_h'
 
 
@@ -106,7 +106,7 @@ def _linear_names(trunk) -> set[str]:
 
 
 def _refuse_targets(others, linear: set[str]):
-    "ValueError for names among the targets that get no adapter, with the nearest that would."
+    "ValueError for targets that get no adapter; it suggests the nearest layers that would."
     for name in sorted(others):
         meant = difflib.get_close_matches(name, linear, 1) or sorted(linear)
         raise ValueError(f'lora_targets: {name} is no linear layer of the model. '
@@ -116,14 +116,14 @@ def _refuse_targets(others, linear: set[str]):
 def add_adapter(
     policy: Policy,
     name: str,
-    config,     # of `lora_config`
-    seed: int = 0,  # by which A is drawn
+    config,     # as from `lora_config`
+    seed: int = 0,  # seed by which A is drawn
 ) -> Policy:  # with the adapter, on the same weights
-    """Add an adapter to a model, which is frozen; adapters that it has stay as they are.
+    """Add an adapter to a model and freeze the model; earlier adapters stay as they are.
 
     Parameters:
-      config : of `lora_config`
-      seed : by which A is drawn
+      config : as from `lora_config`
+      seed : seed by which A is drawn
     Returns: with the adapter, on the same weights
     """
     from peft import inject_adapter_in_model
@@ -132,9 +132,9 @@ def add_adapter(
     linear = _linear_names(trunk)
     if config.target_modules == 'all-linear' and model.config.model_type in _KERNELS:
         config.target_modules = linear - {'out_proj'}
-    asked = config.target_modules   # which peft replaces by names
+    asked = config.target_modules   # peft will replace it by names
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter('ignore')   # that there are several adapters
+        warnings.simplefilter('ignore')   # peft warns of several adapters
         torch.manual_seed(seed)
         # a file's names begin at the model, and new adapters are in its trunk alone
         try: inject_adapter_in_model(config, model if config.inference_mode else trunk, name)
@@ -150,7 +150,7 @@ def add_adapter(
         _refuse_targets(without, linear)
     model.requires_grad_(False)
     for layer in policy.layers:
-        layer.cast_input_dtype_enabled = policy.dtype == torch.float32   # elsewhere autocast does
+        layer.cast_input_dtype_enabled = policy.dtype == torch.float32   # else autocast does it
         for matrices in (layer.lora_A, layer.lora_B): matrices.float().requires_grad_(True)
     head = model.get_output_embeddings()
     if head is not None:   # a frozen matrix is copied for each row of states that are not contiguous
@@ -160,7 +160,7 @@ def add_adapter(
 
 # %% ../../nbs/model/policy.ipynb #ada00013
 def own_weights(policy: Policy) -> dict[str, torch.nn.Parameter]:
-    "An adapter, a head and new tokens by name; without an adapter, all that is trained."
+    "The weights of an adapter, a head and new tokens; without an adapter, all trained weights."
     named = {} if policy.lent else dict(policy.model.named_parameters())
     if policy.score is not None: named['score.weight'] = policy.score.weight
     if policy.adapter is None: return {n: p for n, p in named.items() if p.requires_grad}
@@ -265,24 +265,24 @@ def base_of(folder) -> str:
     if adapter.get('revision') and looks_like_hub(base): base += f'@{adapter["revision"]}'
     mark = read_json(at_root(folder)/'config.json').get('base_hash')
     found = base_mark(base)
-    if not mark or found == mark: return base   # without a mark it is from the hub, or elsewhere
+    if not mark or found == mark: return base   # there is no mark if it comes from elsewhere
     raise ValueError(f'{folder} is an adapter of {base}, '
                      + ('whose weights have changed since' if found else 'which is gone')
-                     + ': restore that, or train again')
+                     + ': restore the base model, or train again')
 
 # %% ../../nbs/model/policy.ipynb #7b7c6ecc
 @torch.no_grad()
 def load_adapter(
     policy: Policy,   # with an adapter
     folder,           # of an adapter
-    fresh: tuple[str, ...] = (),  # ends of the names of weights that stay
+    fresh: tuple[str, ...] = (),  # weights that stay, by the ends of their names
 ):
-    """Replace a policy's own weights by those in a folder; ValueError if they do not fit.
+    """Replace a policy's own weights by the weights in a folder; ValueError if they do not fit.
 
     Parameters:
       policy : with an adapter
       folder : of an adapter
-      fresh : ends of the names of weights that stay
+      fresh : weights that stay, by the ends of their names
     """
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
         saved = {name: f.get_tensor(name) for name in f.keys()}
@@ -302,7 +302,7 @@ def load_adapter(
 # %% ../../nbs/model/policy.ipynb #ada00024
 @torch.no_grad()
 def merge(policy: Policy):
-    "Add a policy's adapter to the weights underneath, in place; the model without adapters."
+    "Add a policy's adapter to the weights underneath, in place; return the model."
     model = policy.model
     trunk = model.base_model
     layers = [(n, m) for n, m in trunk.named_modules() if hasattr(m, 'lora_A')]
@@ -319,7 +319,7 @@ def merge(policy: Policy):
     return model.requires_grad_(True)
 
 # %% ../../nbs/model/policy.ipynb #cef69936
-# the settings of an adapter that are read; another that is on would change what the model computes
+# settings of an adapter that we read; any other setting would change what the model computes
 _READ = """task_type base_model_name_or_path revision inference_mode peft_version auto_mapping
     r lora_alpha lora_dropout lora_bias use_rslora fan_in_fan_out init_lora_weights
     target_modules target_parameters exclude_modules modules_to_save layers_to_transform
@@ -328,16 +328,16 @@ _READ = """task_type base_model_name_or_path revision inference_mode peft_versio
 
 def add_saved(
     policy: Policy,
-    name: str,  # of the adapter in the model
+    name: str,  # name of the adapter in the model
     folder,     # where it was saved
-    fresh: tuple[str, ...] = (),  # ends of the names of weights that are not taken from it
+    fresh: tuple[str, ...] = (),  # weights that are not read, by the ends of their names
 ) -> Policy:  # with the adapter, on the same weights
     """Add a saved adapter to a model, with its head and its new tokens.
 
     Parameters:
-      name : of the adapter in the model
+      name : name of the adapter in the model
       folder : where it was saved
-      fresh : ends of the names of weights that are not taken from it
+      fresh : weights that are not read, by the ends of their names
     Returns: with the adapter, on the same weights
     """
     from peft import LoraConfig
@@ -345,7 +345,7 @@ def add_saved(
     for key, value in read_json(at_root(folder)/'adapter_config.json').items():
         if key not in _READ and value and value != plain.get(key):
             raise ValueError(f'{folder}: an adapter with {key} = {value!r:.60} is not read. Add it '
-                             'to its base with peft (merge_and_unload), and name the sum')
+                             'to its base model with peft (merge_and_unload), and name the result')
     config = LoraConfig.from_pretrained(str(at_root(folder)))
     config.inference_mode = True
     config.modules_to_save = None   # a head is read as the model's own

@@ -35,14 +35,14 @@ class RewardConfig(Config):
       out : run folder (default: )
       reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
       ensemble : how the scores of a list become one (default: mean)
-      ensemble_coef : uncertainty: the penalty for a unit of variance among them (default: 0.5)
+      ensemble_coef : for uncertainty: the penalty for a unit of variance (default: 0.5)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     # a checkpoint, "module:function", or a list of them
     reward_model: Annotated[str | list[str], MODEL] = 'runs/reward_model'
     # how the scores of a list become one
     ensemble: Literal['mean', 'worst', 'uncertainty'] = 'mean'
-    ensemble_coef: Amount = 0.5  # uncertainty: the penalty for a unit of variance among them
+    ensemble_coef: Amount = 0.5  # for uncertainty: the penalty for a unit of variance
 
     def __post_init__(self):
         super().__post_init__()
@@ -59,7 +59,7 @@ def _encode_answers(policy, records: list[dict], template: str = 'auto'):
     tokenizer = policy.tokenizer
     outputs = [r['output'] for r in records]
     if policy.score is not None:
-        reads_end = getattr(policy.config, 'reads_end', True)   # AlpacaFarm's read no end
+        reads_end = getattr(policy.config, 'reads_end', True)   # AlpacaFarm's models read none
         ended = [reads_end and r.get('ended', True) for r in records]
         prompts = encode_prompts(records, tokenizer, template)
         return prompts, encode_responses(outputs, tokenizer, ended, template, records, True)
@@ -116,7 +116,7 @@ def score_records(
 # %% ../../nbs/model/rewards.ipynb #fc3dec53
 def _combine(
     scores: np.ndarray,  # (members, records)
-    cfg: Config,         # with `ensemble` and `ensemble_coef`; the mean without
+    cfg: Config,         # has `ensemble` and `ensemble_coef`; else the mean is taken
 ) -> np.ndarray:  # (records,)
     "Combine the scores of an ensemble."
     how = getattr(cfg, 'ensemble', 'mean')
@@ -132,7 +132,7 @@ def reward(
     batch_size: int = 0,     # rows of a forward pass; 0: as many as fit into memory
     loaded: dict[str, Policy] = {},  # checkpoints in memory already, by name
 ):  # records -> scores
-    """Make the reward that a setting names; it refuses what is not a number for each record.
+    """Make the reward that a setting names; it checks that each record gets a number.
 
     Parameters:
       spec : a checkpoint or "module:function", or a list of these
@@ -142,7 +142,7 @@ def reward(
       loaded : checkpoints in memory already, by name
     """
     members = {}
-    data = getattr(cfg, 'data', '')   # of which a world's own functions speak
+    data = getattr(cfg, 'data', '')   # the folder that a world's functions read
     for name in as_list(spec):
         if ':' in name: members[name] = partial(once, folder_function(data, name))
         else:
@@ -169,7 +169,7 @@ def reward(
 
 # %% ../../nbs/model/rewards.ipynb #34ff95d5
 def label_count(spec: str | list[str]) -> int:
-    "Count the annotators' labels a reward was trained on, by its run's summary; 0 if unknown."
+    "Count the labels on which a reward was trained, by its run's summary; 0 if unknown."
     if not isinstance(spec, str): return max(map(label_count, spec))
     if not spec or ':' in spec: return 0
     return (read_summary(spec) or read_summary(at_root(spec).parent)).get('labels', 0)

@@ -35,7 +35,7 @@ def label_tokens(
     labels,                     # texts that may stand behind it
     tokenizer,
 ) -> tuple[list[int], list[list[int]]]:
-    """Split the tokens of a prompt with each label behind it: those shared, those of each label.
+    """Split the tokens of a prompt with a label behind it: shared tokens, tokens of each label.
 
     Parameters:
       prompt : a text, or messages
@@ -54,7 +54,7 @@ class Written(NamedTuple):
     "A sampled text."
     text: str
     ended: bool        # False: cut off at `max_new_tokens`
-    reason: str = ''   # why there is none
+    reason: str = ''   # why there is no text
 
 # %% ../../nbs/model/writer.ipynb #74f17413
 def _where(fits, rows, compute, missing):
@@ -68,7 +68,7 @@ class LocalWriter:
     def __init__(self, policy: Policy, cfg):
         self.cfg = cfg
         self.policy = policy
-        self.shown = False   # whether the first prompt is
+        self.shown = False   # whether the first prompt was printed
         config = self.policy.config.get_text_config()
         self.longest = getattr(config, 'max_position_embeddings', None) or math.inf
 
@@ -80,15 +80,15 @@ class LocalWriter:
 
     def write(self,
         prompts: list,          # texts or lists of messages
-        keys: list[tuple],      # of each prompt; the first one decides the random numbers
-        stop: list[str] = (),   # for endpoints; here a text goes on behind them
+        keys: list[tuple],      # a key for each prompt; the first decides the random numbers
+        stop: list[str] = (),   # texts at which an endpoint stops; not used here
     ) -> list[Written]:
-        """Sample a text for each prompt; none for a prompt that is too long.
+        """Sample a text for each prompt; no text for a prompt that is too long.
 
         Parameters:
           prompts : texts or lists of messages
-          keys : of each prompt; the first one decides the random numbers
-          stop : for endpoints; here a text goes on behind them
+          keys : a key for each prompt; the first decides the random numbers
+          stop : texts at which an endpoint stops; not used here
         """
         cfg = self.cfg
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
@@ -120,7 +120,7 @@ class LocalWriter:
 
 # %% ../../nbs/model/writer.ipynb #f04b0caa
 def _shown_label(answer: dict, labels) -> float | None:
-    "Give the probability of the second label among the likeliest first tokens; None for neither."
+    "Give the probability of the second label by the likeliest first tokens; None if neither is."
     found = answer['choices'][0].get('logprobs') or {}
     if found.get('content'):
         top = {t['token']: t['logprob'] for t in found['content'][0]['top_logprobs']}
@@ -139,7 +139,7 @@ def _read_written(i: int, answer: dict) -> Written:
 
 # %% ../../nbs/model/writer.ipynb #2b8425c9
 class ServedWriter:
-    "A model behind an OpenAI-compatible endpoint, as `LocalWriter`."
+    "A model behind an OpenAI-compatible endpoint, used as `LocalWriter` is."
     def __init__(self, model: str, cfg: ApiConfig):
         self.model = model
         self.cfg = cfg
@@ -148,14 +148,14 @@ class ServedWriter:
     def ask(self,
         prompts: list,         # texts or lists of messages
         fields: list[dict],    # the rest of each request
-        read,                  # of an index and an answer: what it says; None: it cannot be read
+        read,                  # takes an index and an answer; gives its content, None if unreadable
     ) -> list:
-        """Read answers, None where a request is refused or unread; ValueError for failures to repeat.
+        """Read answers, None if refused or unreadable; ValueError if a call that may succeed failed.
 
         Parameters:
           prompts : texts or lists of messages
           fields : the rest of each request
-          read : of an index and an answer: what it says; None: it cannot be read
+          read : takes an index and an answer; gives its content, None if unreadable
         """
         requests = []
         for prompt, rest in zip(prompts, fields):
@@ -173,15 +173,15 @@ class ServedWriter:
 
     def write(self,
         prompts: list,          # texts or lists of messages
-        keys: list[tuple],      # of each prompt, from which its seed is derived
-        stop: list[str] = (),   # texts behind which nothing is written
+        keys: list[tuple],      # a key for each prompt, from which its seed is derived
+        stop: list[str] = (),   # texts at which the model stops
     ) -> list[Written]:
-        """Sample a text for each prompt; none where the request is refused.
+        """Sample a text for each prompt; no text if the request is refused.
 
         Parameters:
           prompts : texts or lists of messages
-          keys : of each prompt, from which its seed is derived
-          stop : texts behind which nothing is written
+          keys : a key for each prompt, from which its seed is derived
+          stop : texts at which the model stops
         """
         cfg = self.cfg
         same = dict(model=self.model, max_tokens=cfg.max_new_tokens,
@@ -194,7 +194,7 @@ class ServedWriter:
         return [text or Written('', False, 'refused') for text in written]
 
     def choose(self, prompts: list, labels) -> list[float]:
-        "Give the probability of the second label behind each prompt; nan where none is likely."
+        "Give the probability of the second label behind each prompt; nan if no label is likely."
         fields = []
         for prompt in prompts:
             likely = dict(logprobs=5)

@@ -13,7 +13,7 @@ from .files import atomic_write
 # %% ../../nbs/run/checkpoints.ipynb #7c4671e0
 def _flatten_state(
     state,
-    tensors: dict,  # to which those of the state are added, by path
+    tensors: dict,  # filled with the tensors of the state, by their paths
     at: str = '',   # the path of this part
 ):
     "Put paths such as /adam/0 in the place of the tensors of a nested state, for JSON."
@@ -47,7 +47,7 @@ def save_state(path, state):
 def open_tensors(path):
     "Open a safetensors file for reading; ValueError naming a file that is truncated or damaged."
     from safetensors import safe_open, SafetensorError
-    try:   # safetensors says of a file that may not be read that it is not there
+    try:   # safetensors calls a file missing if it may not be read, so we open it first
         with open(path, 'rb'), safe_open(path, 'pt') as f: yield f
     except (SafetensorError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f'{path} is damaged ({e}): restore it or make it again; '

@@ -57,7 +57,7 @@ def _capturing_shell():
 
         def showtraceback(self, *_, **__): pass   # it is in the outputs
 
-    InteractiveShell.clear_instance()   # of a notebook before
+    InteractiveShell.clear_instance()   # the shell of an earlier notebook
     shell = Shell.instance(config=Config(HistoryManager=dict(enabled=False)))
     shell.places = {}
     shell.enable_matplotlib('inline')
@@ -141,9 +141,9 @@ def warm_server():
 # %% ../../nbs/run/execution.ipynb #ab0b8ca8
 def _prepare(environment: dict):
     "Give a process that was just forked its environment; it ends with its parent."
-    def end_with_parent():   # however that ended
+    def end_with_parent():   # however the parent has ended
         multiprocessing.parent_process().join()
-        os.kill(os.getpid(), signal.SIGTERM)   # what it asks a judge is waited for
+        os.kill(os.getpid(), signal.SIGTERM)   # judges' answers are waited for
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.environ.clear()
     os.environ.update(environment)
@@ -158,7 +158,7 @@ def start_process(f, *args) -> Future:
     sys.modules['__main__'] = types.ModuleType('__main__')
     try: future = pool.submit(f, *args)
     finally: sys.modules['__main__'] = main
-    pool.shutdown(wait=False)   # it ends after this call
+    pool.shutdown(wait=False)   # its process ends after this call
     return future
 
 # %% ../../nbs/run/execution.ipynb #3b7062b2

@@ -28,13 +28,13 @@ def names_file(path):
     except OSError as e:
         e.filename = e.filename or str(path)
         raise
-    except Exception as e:   # of safetensors and tokenizers
+    except Exception as e:   # raised by safetensors and tokenizers
         if '(os error ' not in str(e): raise
         raise OSError(f'{path}: {e}') from e
 
 # %% ../../nbs/run/files.ipynb #7248ebbc
 def _follow_umask(folder: Path):
-    "Give the files in a new folder the mode of new files; safetensors' own are its user's alone."
+    "Give the files in a new folder the mode of new files, also if safetensors made them private."
     for path in folder.rglob('*'):
         if path.is_file(): path.chmod(folder.stat().st_mode & 0o666)
 
@@ -43,7 +43,7 @@ def _follow_umask(folder: Path):
 def atomic_write(path):
     "Yield a temporary path that is renamed to `path` when the block succeeds, else removed."
     path = Path(path)
-    folder = _temporary_path(path)  # a folder: libraries write files beside theirs
+    folder = _temporary_path(path)  # a folder, for further files that libraries write
     try:
         with names_file(path):
             folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def file_hash(
     path: Path,
     again: bool = False,  # read a large file, even if it seems to be unchanged
 ) -> str:
-    """Compute SHA-256 of a file's content; that of a large file is computed once.
+    """Compute SHA-256 of a file's content; for a large file, only once.
 
     Parameters:
       again : read a large file, even if it seems to be unchanged

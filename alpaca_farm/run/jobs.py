@@ -29,32 +29,32 @@ class Job:
     "One papermill run of a study."
     out: str                # run folder; its last part names the job
     notebook: str           # name of the notebook
-    settings: dict = field(default_factory=dict)  # that differ from the notebook's defaults
-    needs: list = field(default_factory=list)     # run folders of the jobs it depends on
+    settings: dict = field(default_factory=dict)  # those that differ from the notebook's defaults
+    needs: list = field(default_factory=list)     # run folders of the jobs on which it depends
     cost: float = 10.       # approximate CPU seconds, to estimate the time left
 
     def __hash__(self): return hash(self.out)
 
 # %% ../../nbs/run/jobs.ipynb #701824b8
 def study_job(
-    name: str,        # of the run, in the study's folder
+    name: str,        # name of the run in the study's folder
     kind: str,        # what it is: a notebook, or an entry of the recipes
-    reads: dict,      # runs of the study by the setting that names them
-    folder: str,      # of the study
+    reads: dict,      # runs of the study, by the setting that names them
+    folder: str,      # folder of the study
     cost: float,      # approximate CPU seconds
-    seed: int = 0,    # the study's, added to the recipe's
+    seed: int = 0,    # seed of the study, added to the seed of the recipe
     sizes: dict = {}, # settings of a smaller study, by notebook or kind
     **more,           # settings of this run alone
 ) -> Job:
     """Make the job of a study for a recipe.
 
     Parameters:
-      name : of the run, in the study's folder
+      name : name of the run in the study's folder
       kind : what it is: a notebook, or an entry of the recipes
-      reads : runs of the study by the setting that names them
-      folder : of the study
+      reads : runs of the study, by the setting that names them
+      folder : folder of the study
       cost : approximate CPU seconds
-      seed : the study's, added to the recipe's
+      seed : seed of the study, added to the seed of the recipe
       sizes : settings of a smaller study, by notebook or kind
     Returns: settings of this run alone
     """
@@ -105,13 +105,13 @@ def _gpu_names() -> list[str]:
 # %% ../../nbs/run/jobs.ipynb #8a2926af
 def this_machine(
     workers: int,  # jobs at a time; 0 for as many as there are cores, or GPUs for
-    gpus: int,     # of each job
+    gpus: int,     # GPUs of each job
 ) -> Place:
     """Return this machine as a place for jobs; ValueError if it has too few GPUs.
 
     Parameters:
       workers : jobs at a time; 0 for as many as there are cores, or GPUs for
-      gpus : of each job
+      gpus : GPUs of each job
     """
     if not gpus:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
@@ -135,7 +135,7 @@ def ray_cluster(workers: int, gpus: int) -> Place:
     def submit(f, *args) -> Future:
         task = remote(f).remote(*args)
         future = task.future()
-        future.add_done_callback(lambda _: ray.cancel(task, force=True))   # if it is cancelled
+        future.add_done_callback(lambda _: ray.cancel(task, force=True))   # if cancelled
         return future
     return Place(submit, [{}]*(workers or int(ray.cluster_resources()['CPU'])))
 
@@ -143,12 +143,12 @@ def ray_cluster(workers: int, gpus: int) -> Place:
 def slurm(
     workers: int,
     gpus: int,
-    cluster: str = 'slurm',  # or another of submitit's, such as `local`
+    cluster: str = 'slurm',  # name of a cluster in submitit; `local` is another
 ) -> Place:
     """Return Slurm as a place for jobs; RuntimeError where there is none.
 
     Parameters:
-      cluster : or another of submitit's, such as `local`
+      cluster : name of a cluster in submitit; `local` is another
     """
     import submitit
     executor = submitit.AutoExecutor(at_root('runs/slurm'), cluster=cluster)
@@ -189,7 +189,7 @@ class _Started:
     future: Future
     slot: dict      # that it takes
     began: float    # in seconds
-    before: float   # the share of its steps that an earlier process has made
+    before: float   # share of its steps that an earlier process has made
 
 
 @dataclass
@@ -199,7 +199,7 @@ class _Table:
     place: Place
     began: float          # in seconds
     ended: float = 0.     # the cost of the jobs that have ended
-    spent: float = 0.     # the seconds that these took, one after another
+    spent: float = 0.     # the seconds that these jobs took, added up
     running: dict[Job, _Started] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)   # why, by run folder
 
@@ -217,7 +217,7 @@ def _start(table: _Table, job: Job):
         print(f'{job.out} was made with other settings: it is kept as '
               f'{free_name(at_root(job.out)).name}, and made again')
     share = _share_done(job)
-    before = share if share < 1 else 0.   # 1 of another run
+    before = share if share < 1 else 0.   # 1 means another run, made earlier
     slot = table.place.slots.pop()
     future = start_notebook(job.notebook, job.out, job.settings, slot, table.place.submit)
     table.running[job] = _Started(future, slot, time.monotonic(), before)
@@ -225,7 +225,7 @@ def _start(table: _Table, job: Job):
 # %% ../../nbs/run/jobs.ipynb #4e193a58
 def _start_next(table: _Table):
     "Start the jobs for which there is a slot, and whose needs are met."
-    missing = {job.out for job in (*table.waiting, *table.running)}   # another table's are there
+    missing = {job.out for job in (*table.waiting, *table.running)}   # all others are there
     for job in list(table.waiting):
         lost = [need for need in job.needs if need in table.failed]
         if lost: table.failed[job.out] = f'{job.out}: not run, since {lost[0]} is missing'
@@ -259,7 +259,7 @@ def _time_left(
     now = time.monotonic()
     done = table.ended
     spent = table.spent
-    used = table.spent   # as well by running jobs that have no log
+    used = table.spent   # to which running jobs without a log add, too
     for job, started in table.running.items():
         used += now - started.began
         if shares[job] <= started.before: continue
@@ -271,7 +271,7 @@ def _time_left(
         share = shares[job] or min(.95, (now - started.began)/max(pace*job.cost, 1e-9))
         until[job.out] = pace*job.cost*(1 - share)
     work = sum(until.values())
-    for job in table.waiting:   # after those that it needs
+    for job in table.waiting:   # each after the jobs that it needs
         begins = max([until.get(need, 0.) for need in job.needs], default=0.)
         until[job.out] = begins + pace*job.cost
         work += pace*job.cost
@@ -298,7 +298,7 @@ def _run_all(table: _Table, name: str):
         more = f', {duration(left)} left' if over < total else ''
         for said in ended: show.tell(f'{name} {over}/{total}: {said}{more}')
         ended.clear()
-        text = ', '.join(f'{Path(job.out).name} {share:.0%}' for job, share in shares.items())
+        text = ', '.join(f'{Path(job.out).name} {100*share:.0f} %' for job, share in shares.items())
         if text: text = f'[{text}]'
         if table.failed: text += f' {len(table.failed)} FAILED'
         show(over, text.strip(), left=left)
@@ -308,16 +308,16 @@ def run_jobs(
     jobs: list[Job],
     workers: int = 0,     # jobs at a time; 0 for as many as the place takes
     name: str = 'runs',   # in the live line
-    place: str = '',      # of `JOB_PLACES`; empty for this machine
-    gpus: int = 0,        # of each job; 0 leaves it those that this process sees
+    place: str = '',      # name in `JOB_PLACES`; empty for this machine
+    gpus: int = 0,        # GPUs of each job; 0 for all that this process sees
 ) -> list[str]:
-    """Run all jobs, each after those it needs; returns a line for each failure.
+    """Run all jobs, each after the jobs that it needs; returns a line for each failure.
 
     Parameters:
       workers : jobs at a time; 0 for as many as the place takes
       name : in the live line
-      place : of `JOB_PLACES`; empty for this machine
-      gpus : of each job; 0 leaves it those that this process sees
+      place : name in `JOB_PLACES`; empty for this machine
+      gpus : GPUs of each job; 0 for all that this process sees
     """
     table = _Table(_longest_first(jobs), _place(place, workers, gpus), time.monotonic())
     try:
@@ -335,22 +335,22 @@ def run_or_fail(
     jobs: list[Job],
     workers: int,  # jobs at a time; 0 for as many as the place takes
     name: str,     # in the live line
-    what: str,     # what has failed then, such as the study
-    **more,        # of `run_jobs`
+    what: str,     # what the error says has failed, such as the study
+    **more,        # arguments of `run_jobs`
 ):
     """Run all jobs; RuntimeError with a line for each failure.
 
     Parameters:
       workers : jobs at a time; 0 for as many as the place takes
       name : in the live line
-      what : what has failed then, such as the study
+      what : what the error says has failed, such as the study
     """
     failed = run_jobs(jobs, workers, name, **more)
     if failed: raise RuntimeError(f'{what} failed:\n' + '\n'.join(failed))
 
 # %% ../../nbs/run/jobs.ipynb #87519bdb
 def add_times(run, jobs: list[Job]):
-    "Add the CPU time of finished jobs to that of the run whose parts they are."
+    "Add the CPU time of finished jobs to the CPU time of the run of which they are parts."
     for job in jobs: run.before['cpu'] += read_summary(job.out)['cpu_seconds']
 
 # %% ../../nbs/run/jobs.ipynb #930b2aa2
@@ -359,8 +359,8 @@ def sweep(
     grid: dict,        # a list of values by setting
     out: str = '',     # folder of the runs; empty for runs/<notebook>_sweep
     workers: int = 0,  # runs at a time; 0 for as many as the place takes
-    gpus: int = 0,     # of each run
-    place: str = '',   # of `JOB_PLACES`; empty for this machine
+    gpus: int = 0,     # GPUs of each run
+    place: str = '',   # name in `JOB_PLACES`; empty for this machine
     **settings,        # that all runs have
 ):  # a DataFrame
     """Run a notebook with every combination of values; RuntimeError if some runs failed.
@@ -369,8 +369,8 @@ def sweep(
       grid : a list of values by setting
       out : folder of the runs; empty for runs/<notebook>_sweep
       workers : runs at a time; 0 for as many as the place takes
-      gpus : of each run
-      place : of `JOB_PLACES`; empty for this machine
+      gpus : GPUs of each run
+      place : name in `JOB_PLACES`; empty for this machine
     """
     import pandas as pd
     if not notebook_path(notebook): raise ValueError(f'{notebook!r}: nbs has no such notebook')

@@ -20,7 +20,7 @@ def _is_checkout(folder: Path) -> bool:
 
 # %% ../../nbs/run/paths.ipynb #d5dd7d10
 def root() -> Path:
-    "Find the folder to which relative paths refer: the checkout around the working one, or that."
+    "Find the folder to which relative paths refer: the checkout, else the working folder."
     here = Path.cwd()
     return next((p for p in (here, *here.parents) if _is_checkout(p)), here)
 
@@ -47,7 +47,7 @@ def notebook_path(name: str) -> Path | None:
 
 # %% ../../nbs/run/paths.ipynb #6970e1f3
 def module_of(notebook: str) -> str:
-    "Name the module that a notebook exports: of the same path."
+    "Name the module that a notebook exports, which has the notebook's path."
     path = notebook_path(notebook) or notebooks_folder()/notebook
     return '.'.join(('alpaca_farm', *path.relative_to(notebooks_folder()).with_suffix('').parts))
 

@@ -92,19 +92,19 @@ def written_once(write):
     return wrapped
 
 # %% ../../nbs/run/processes.ipynb #a10d0037
-# a launcher's variables, which are not for what a process itself starts
+# a launcher's variables, which a process does not pass on to processes that it starts
 LAUNCHER = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK',
             'MASTER_ADDR', 'MASTER_PORT')
 
 
 def join_ranks(
     cfg: Config,
-    several: bool = True,  # whether several processes may share its run
+    several: bool = True,  # whether several processes may share the run
 ):
     """Join the other processes of a run that a launcher has started; only the first prints.
 
     Parameters:
-      several : whether several processes may share its run
+      several : whether several processes may share the run
     """
     if _here.count > 1 or int(os.environ.get('WORLD_SIZE', 1)) == 1: return
     if not several: raise ValueError(f'{cfg.out}: this run takes a single process')

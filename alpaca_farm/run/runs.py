@@ -35,19 +35,19 @@ from .settings import as_list, command, Config, refuse_unknown
 
 # %% ../../nbs/run/runs.ipynb #9c6081fc
 def signed(record: dict) -> dict:
-    "Add to a record the digest of the rest, as that is read again."
+    "Add to a record its digest, computed from what a reader of the file gets."
     rest = {k: v for k, v in record.items() if k != 'digest'}
     return rest | dict(digest=digest(json.loads(json_text(rest))))
 
 
 def _refuse_damaged(path: Path, run: Path):
-    "ValueError naming a file of a run, and what to do."
+    "Raise a ValueError that names a file of a run, and says what to do."
     raise ValueError(f'{path} is damaged, or was edited after its run had ended: restore it, or '
                      f'delete {run} and make it again. What you edit, copy out of the run first')
 
 # %% ../../nbs/run/runs.ipynb #2a0b786d
 def read_signed(path: Path):
-    "Read a JSON value; ValueError if it has a digest and that is of another content."
+    "Read a JSON value; ValueError if it has a digest that does not fit its content."
     record = read_json(path)
     kept = record.pop('digest', None) if isinstance(record, dict) else None
     if kept not in (None, digest(record)): _refuse_damaged(path, path.parent)
@@ -55,7 +55,7 @@ def read_signed(path: Path):
 
 # %% ../../nbs/run/runs.ipynb #1c4e8afa
 def read_log(folder) -> list[dict]:
-    "Read a run's log, without a last line that was cut short; ValueError for another."
+    "Read a run's log without a last line that was cut short; ValueError if another is damaged."
     path = at_root(folder)/'log.jsonl'
     text = path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''
     try: return [json.loads(line) for line in text.split('\n')[:-1]]
@@ -67,7 +67,7 @@ def read_summary(folder) -> dict:
     "Read the final figures of a run; empty if it is not finished."
     path = at_root(folder)/'summary.json'
     found = read_signed(path) if path.exists() else {}
-    found.pop('files', None)   # their hashes
+    found.pop('files', None)   # hashes of the weights
     return {k: math.nan if v is None else v for k, v in found.items()}   # JSON has no nan
 
 # %% ../../nbs/run/runs.ipynb #20c46e9a
@@ -88,9 +88,9 @@ def run_of(source: str) -> Path | None:
 
 # %% ../../nbs/run/runs.ipynb #24357ba7
 class _Source(NamedTuple):
-    "What a module, or the cells of a notebook, execute."
+    "What a module, or a notebook's cells, execute."
     mark: str    # hash of its statements
-    files: dict  # that it imports, with the names of their packages, or may read, with None
+    files: dict  # imported files with the names of their packages; files it may read with None
 
 # %% ../../nbs/run/runs.ipynb #971ae566
 _DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
@@ -116,7 +116,7 @@ def _places() -> tuple[str, ...]:
 # %% ../../nbs/run/runs.ipynb #05907bf3
 @cache
 def _module_files(name: str, places: tuple) -> dict[Path, str]:
-    "Find the files that an import executes, its packages' too, with the names of their packages."
+    "Find the files that an import executes, packages too; by file, the name of its package."
     found = {}
     if name.partition('.')[0] != 'alpaca_farm': places = places[1:]   # installed beside ours
     for place in map(Path, places):
@@ -149,7 +149,7 @@ def _read_source(
 
 # %% ../../nbs/run/runs.ipynb #528f98ff
 def _head(statement: ast.stmt) -> str:
-    "Return what a statement has in common with a later one that replaces it: no body, no value."
+    "Return what a statement shares with a newer version of it: no body, no value."
     return ast.unparse(statement).partition(':\n')[0].partition(' = ')[0]
 
 # %% ../../nbs/run/runs.ipynb #d332a342
@@ -160,7 +160,7 @@ def _changed_name(statement: ast.stmt) -> str:
 
 # %% ../../nbs/run/runs.ipynb #aa9b74e9
 def _executed(cells: list[str]) -> list[ast.stmt]:
-    "List the exported statements among cells, or all if another one changes a name of theirs."
+    "List the exported statements among cells; all, if another one changes an exported name."
     exported = {}
     others = {}
     for cell in cells:
@@ -187,14 +187,14 @@ def _read_code(
     statements = []
     for statement in _parse(file.read_text(encoding='utf-8'), package):
         names = [getattr(target, 'id', '') for target in getattr(statement, 'targets', [])]
-        if names != ['__all__']: statements.append(statement)   # which is nbdev's
+        if names != ['__all__']: statements.append(statement)   # nbdev writes that one
     ours = package.partition('.')[0] == 'alpaca_farm'
     return _read_source(statements, places, None if ours else file.parent)
 
 # %% ../../nbs/run/runs.ipynb #d4ab8541
 def _hash_code(
     files: dict,  # modules and notebooks with the names of their packages; others with None
-    *marks: str,  # hashed as well
+    *marks: str,  # hashes that are hashed as well
 ) -> str:
     "Hash files, all that they import and the files that are named there."
     places = _places()
@@ -222,7 +222,7 @@ def notebook_hash(notebook: str) -> str:
 # %% ../../nbs/run/runs.ipynb #2b9e3433
 def code_hash(function) -> str:
     "Hash the module or notebook in which a function is defined, and all that it imports."
-    function = unwrap(function)   # of what `makes_run` has made
+    function = unwrap(function)   # what `makes_run` has wrapped
     space = function.__globals__
     if 'In' not in space:
         return _hash_code({Path(function.__code__.co_filename): space.get('__package__') or ''})
@@ -237,10 +237,10 @@ def _hash_weights(run: Path) -> dict[str, str]:
 
 # %% ../../nbs/run/runs.ipynb #ed57dd42
 def _check_saved_weights(
-    run: Path,            # folder of a finished run; any other has none
+    run: Path,            # run folder; only a finished run is checked
     again: bool = False,  # read large files, even if they seem to be unchanged
 ):
-    "ValueError for weights that a finished run has left otherwise; `model-<step>` may be deleted."
+    "ValueError if weights of a finished run have changed or are gone, `model-<step>` excepted."
     summary = run/'summary.json'
     files = read_signed(summary).get('files', {}) if summary.is_file() and run_config(run) else {}
     for name, mark in files.items():
@@ -263,7 +263,7 @@ def content_hash(
     source: str,
     again: bool = False,  # read the weights of runs, even if they seem to be unchanged
 ) -> str:  # the source itself if it is none of these
-    """Hash a file, folder or `module:name`; ValueError for weights that their run left otherwise.
+    """Hash a file, folder or `module:name`; ValueError for weights that changed after their run.
 
     Parameters:
       again : read the weights of runs, even if they seem to be unchanged
@@ -281,7 +281,7 @@ def content_hash(
 
 # %% ../../nbs/run/runs.ipynb #ca842680
 def _parts_read(cfg: Config, name: str) -> list[str]:
-    "List the files and folders that a run reads of an input; [''] for all, none if it reads none."
+    "List the parts of an input that a run reads; [''] if it reads all, [] if it reads nothing."
     reads = cfg.inputs[name]
     if not (reads.files or reads.splits): return ['']
     splits = [getattr(cfg, setting) for setting in reads.splits]
@@ -298,7 +298,7 @@ def _find_part(folder: Path, part: str) -> list[Path]:
 
 # %% ../../nbs/run/runs.ipynb #5e723e11
 def _sources(cfg: Config, name: str) -> list[str]:
-    "List what a run reads of an input: its parts, or the input itself where it has none."
+    "List what a run reads of an input: its parts, or the whole input if it has no parts."
     found = []
     for value in as_list(getattr(cfg, name)):
         folder = at_root(value)
@@ -310,13 +310,13 @@ def _sources(cfg: Config, name: str) -> list[str]:
 
 # %% ../../nbs/run/runs.ipynb #6cdb8b26
 def _decisive(cfg: Config) -> dict:
-    "Return the settings without which a result would be another, inputs apart."
-    given = asdict(cfg) | dict.fromkeys(cfg.left_open)   # which size and data, inputs, decide
+    "Return the settings that decide the result, without the inputs."
+    given = asdict(cfg) | dict.fromkeys(cfg.left_open)   # decided by the inputs
     return {k: v for k, v in given.items() if k not in (*cfg.aside, *cfg.inputs)}
 
 # %% ../../nbs/run/runs.ipynb #feda25f0
 def _versions() -> dict[str, str]:
-    "Return the versions of what computes; a clone of this project need not be installed."
+    "Return the versions of Python and of the packages that compute."
     found = dict(python=platform.python_version(), alpaca_farm=__version__)
     for package in ('torch', 'transformers', 'accelerate', 'numpy'):
         found[package] = version(package)
@@ -333,23 +333,23 @@ def _commit() -> str:
 def describe_run(
     cfg: Config,
     train,              # the function that makes the run
-    reads: tuple = (),  # run folders it reads in addition to those named in its settings
+    reads: tuple = (),  # run folders it reads besides those that its settings name
 ) -> dict:
     """Collect the content of `config.json`: settings, code, inputs, versions and fingerprint.
 
     Parameters:
       train : the function that makes the run
-      reads : run folders it reads in addition to those named in its settings
+      reads : run folders it reads besides those that its settings name
     """
     given = cfg.changed()
-    for name in ('out', 'tracker'): given.pop(name, None)   # of a run that is rebuilt
+    for name in ('out', 'tracker'): given.pop(name, None)   # not repeated when the run is rebuilt
     code = code_hash(train)
     inputs = {}
     for name in cfg.inputs:
         inputs[name] = {source: content_hash(source) for source in _sources(cfg, name)}
     for source in map(str, reads): inputs[source] = {source: content_hash(source)}
     contents = [[name, [*marks.values()]] for name, marks in inputs.items()]
-    notebook = getattr(cfg, 'notebook', Path(type(cfg).out).name)   # as its default run is named
+    notebook = getattr(cfg, 'notebook', Path(type(cfg).out).name)   # the default run's name
     return dict(notebook=notebook,
                 settings=asdict(cfg), left_open=cfg.left_open, given=given,
                 inputs=inputs, code=code, fingerprint=digest(_decisive(cfg), code, contents),
@@ -359,12 +359,12 @@ def describe_run(
 # %% ../../nbs/run/runs.ipynb #a052cc3f
 def why_stale(
     folder,
-    given: dict | None = None,  # settings that the run must have, beyond the defaults; None for any
+    given: dict | None = None,  # settings that the run must have, the rest by default; None for any
 ) -> str:
     """Say why a run is not fresh, in words that follow its name; empty if it is.
 
     Parameters:
-      given : settings that the run must have, beyond the defaults; None for any
+      given : settings that the run must have, the rest by default; None for any
     """
     @cache   # runs have inputs in common
     def reason(folder: Path) -> str:
@@ -375,7 +375,7 @@ def why_stale(
         for marks in config['inputs'].values():
             for source, mark in marks.items():
                 if content_hash(source) != mark: return f'was made before {source} changed'
-                run = run_of(source)   # an unfinished one may be the study that this is a part of
+                run = run_of(source)   # an unfinished run may be the study of this one
                 behind = reason(run) if run and (run/'summary.json').exists() else ''
                 if behind: return f'was made from {source}, which {behind}'
         return ''
@@ -388,7 +388,7 @@ def why_stale(
 
 # %% ../../nbs/run/runs.ipynb #3d607da0
 def is_fresh(folder, given: dict | None = None) -> bool:
-    "Say whether a run is finished and would be made again as it is; `given` as in `why_stale`."
+    "Say whether a run is fresh; `given` as in `why_stale`."
     return not why_stale(folder, given)
 
 # %% ../../nbs/run/runs.ipynb #2533b6ea
@@ -404,7 +404,7 @@ def recipes() -> dict[str, dict]:
     for section, entries in sections.items():
         for name, entry in entries.items():
             refuse_unknown(f'{file}, {name}', entry, ['notebook', *default])
-        # made with either source of labels, or once
+        # made for both sources of labels, or once
         for labels in ('pool', 'crowd') if section in ('labels', 'methods') else ('',):
             for name, entry in entries.items():
                 row = default | dict(notebook=name) | entry
@@ -426,7 +426,7 @@ def methods() -> dict[str, dict]:
 
 # %% ../../nbs/run/runs.ipynb #88cb17ef
 def _run_folder(path: str) -> str:
-    "Return the folder of a run that a default names, itself or by a file in it."
+    "Return the run folder that a default names; a default may also name a file in it."
     return str(Path(path).parent) if path.endswith('.json') else path
 
 # %% ../../nbs/run/runs.ipynb #807a41ff
@@ -481,7 +481,7 @@ def build(notebook: str, out: str, **settings):
 
 # %% ../../nbs/run/runs.ipynb #907471fe
 def _check_named(name: str, path: str):
-    "Refuse an input that was named and is not whole; say that it is not fresh."
+    "Refuse a named input that is not finished; print a line if it is not fresh."
     run = run_of(path)
     if run is None: return
     if not (run/'summary.json').exists():
@@ -506,7 +506,7 @@ def _check_one_world(
     cfg: Config,
     read: list[tuple],  # setting and path of each input
 ):
-    "ValueError for defaults of the embedded world beside an input that is not of it."
+    "ValueError for defaults of the embedded world beside an input from elsewhere."
     defaults = {}
     others = []
     for name, path in read:
@@ -516,9 +516,9 @@ def _check_one_world(
         if not of_world and not cfg.inputs[name].role: others.append(f'{name} = {path}')
     if not (defaults and others): return
     name, path = [*defaults.items()][0]
-    raise ValueError(f'{", ".join(defaults)}: name yours, or the default itself (-p {name} {path}), '
-                     'or none as "" where a run can do without. It is of the embedded world, '
-                     f'and {others[0]} is not')
+    raise ValueError(f'{", ".join(defaults)}: the default is of the embedded world, and '
+                     f'{others[0]} is not. Name an input of yours, or the default itself (-p {name} {path}), '
+                     'or "" if the run can do without it')
 
 # %% ../../nbs/run/runs.ipynb #2b81393d
 def ensure_inputs(cfg: Config):
@@ -549,8 +549,8 @@ def ensure_inputs(cfg: Config):
 _JUMP = 'log-probability of answers has moved by over 10 nats in one step: lower learning_rate'
 CHECKS = [   # a figure of a record or of `changes`, its bounds, and the warning beyond them
     ('optimiser_steps', 20, inf, 'only {optimiser_steps} optimiser steps: {remedy}'),
-    ('stuck', 0, .5, '{stuck:.0%} of the weights are not moved by a step of learning_rate, less '
-     'than half of their last digit in 16 bits: set master_weights to true'),
+    ('stuck', 0, .5, 'a step of learning_rate does not move {stuck:.0%} of the weights, as it is '
+     'less than half of their last digit in 16 bits: set master_weights to true'),
     ('loss', -1e9, 1e9, 'the loss is not a number'),
     ('loss_ratio', -inf, 2, 'the loss has doubled: lower learning_rate'),
     ('val_loss_ratio', -inf, 1.1,
@@ -559,15 +559,15 @@ CHECKS = [   # a figure of a record or of `changes`, its bounds, and the warning
      'lower learning_rate or epochs'),
     ('chosen_jump', -10, 10, f'the {_JUMP}'),
     ('rejected_jump', -10, 10, f'the {_JUMP}'),
-    ('kl_high', -.1, inf, 'the KL is below zero: do sampling and scoring have one temperature?'),
-    ('kl', -inf, 15, 'the answers are over 15 nats from the reference: lower learning_rate, '
-     'or raise the weight of the KL'),
+    ('kl_high', -.1, inf, 'the KL is below zero: do sampling and scoring use one temperature?'),
+    ('kl', -inf, 15, 'the answers are over 15 nats from the reference policy: lower '
+     'learning_rate, or raise the weight of the KL'),
     ('clip_fraction', 0, .3, 'over 30 % of the tokens are clipped: lower learning_rate'),
     ('reward_std', 1e-3, inf, 'all samples get nearly the same reward: nothing to learn'),
     ('frac_reward_zero_std', 0, .999,
      'no prompt has answers of different reward: no update'),
     ('entropy', .05, inf, 'the entropy has collapsed: the policy is nearly deterministic'),
-    ('same_tokens', 1, 1, 'no KL: the tokens of {policy} are not those of {reference}, so that '
+    ('same_tokens', 1, 1, 'no KL: {policy} and {reference} have different tokens, so that '
      'log-probs are not comparable'),
     ('ended', .5, 1, 'more than half of the answers never end: raise max_new_tokens'),
     ('accuracy_low', .5, 1, 'the accuracy on held-out labels, {accuracy:.0%} '
@@ -577,17 +577,17 @@ CHECKS = [   # a figure of a record or of `changes`, its bounds, and the warning
 # %% ../../nbs/run/runs.ipynb #aa8d8803
 def changes(
     record: dict,
-    past: dict,  # earlier values, by figure
+    past: dict,  # lists of earlier values, by figure
 ) -> dict[str, float]:
     """Compute how a record's figures have changed: the loss of five steps in units of the first.
 
     Parameters:
-      past : earlier values, by figure
+      past : lists of earlier values, by figure
     """
     found = {}
     for name in record.keys() & past.keys():
         before = past[name]
-        new = record.get('epoch', 1) == 1   # pairs; later ones may be known by heart, or not yet
+        new = record.get('epoch', 1) == 1   # no pair of the batch has been learned from before
         if name in ('chosen', 'rejected') and new:
             found[f'{name}_jump'] = record[name] - before[-1]
         if name == 'val_loss':
@@ -596,19 +596,19 @@ def changes(
             last = [*before[-4:], record[name]]
             found['loss_ratio'] = sum(last)/len(last)/before[0]
     if 'nll_before' in record: found['nll_rise'] = record['nll'] - record['nll_before']
-    if 'kl_standard_error' in record:   # of few answers it is often below zero
+    if 'kl_standard_error' in record:   # an estimate from few answers is often below zero
         found['kl_high'] = record['kl'] + 3*record['kl_standard_error']
     return found
 
 # %% ../../nbs/run/runs.ipynb #70286464
 def few_steps(
-    cfg,         # of a training
+    cfg,         # settings of a training
     steps: int,  # optimiser steps that it takes
 ) -> dict:
-    """Return the steps of a run, and what would make them more: more data behind the rule of size.
+    """Return the number of steps of a run, and advice on how to get more of them.
 
     Parameters:
-      cfg : of a training
+      cfg : settings of a training
       steps : optimiser steps that it takes
     """
     ruled = cfg.batch_size <= 4 and cfg.epochs >= 3
@@ -620,7 +620,7 @@ class Health:
     "What a run is warned of."
     def __init__(self):
         self.past = {}      # earlier values, by figure
-        self.warnings = {}  # with the step and the figures of the first time, by text of the table
+        self.warnings = {}  # what was told, with step and figures, by text of the table
 
     def __call__(self,
         record: dict,
@@ -630,7 +630,7 @@ class Health:
         figures = record | changes(record, self.past)
         for figure, low, high, text in CHECKS:
             if text in self.warnings or low <= figures.get(figure, low) <= high: continue
-            self.warnings[text] = where + text.format(**record)
+            self.warnings[text] = where + re.sub(r'(?<=\d)%', ' %', text.format(**record))
             tell(self.warnings[text])
         for name, value in record.items(): self.past.setdefault(name, []).append(value)
 
@@ -649,7 +649,7 @@ def check_run_folder(folder: Path, inputs: list[str] = ()):
         path = at_root(name).resolve()
         apart = not (here.is_relative_to(path) or path.is_relative_to(here))
         if not name or ':' in name or apart or not path.exists(): continue
-        raise ValueError(f'out = {folder}: it lies in the input {path}, or that in it')
+        raise ValueError(f'out = {folder}: it lies in the input {path}, or contains it')
     part = here.name.partition('-')[0] in ('model', 'adapter', 'checkpoint')
     if part and run_config(here.parent):
         raise ValueError(f'out = {folder}: this is a part of the run {here.parent}')
@@ -704,7 +704,7 @@ def _start_tracker(name: str, folder: Path, settings: dict):
     return tracker
 
 # %% ../../nbs/run/runs.ipynb #8920c815
-_FIRST = ['preferences', 'candidates', 'outputs']   # of several, the one that need not be named
+_FIRST = ['preferences', 'candidates', 'outputs']   # what is loaded if no name is given
 
 
 def _files_alike(folder) -> list[list[str]]:
@@ -770,12 +770,12 @@ class Run:
         self.cfg = cfg
         self.config = config
         self.folder = at_root(cfg.out)
-        self.found = run_config(self.folder)   # when the run was started
+        self.found = run_config(self.folder)   # as the run was started
         self.state = self._find_state()
         self.held = lock_of(self.folder.resolve()/'run')
         self.lock = None    # the status of the lock's file
         self.logged = 0     # the bytes of the log
-        self.health = Health()   # its warnings, which the summary and the job that made it repeat
+        self.health = Health()   # its warnings stand in the summary, and a study repeats them
         self.tracker = None
         self.before = dict(cpu=0., wall=0.)   # seconds of earlier processes
         self.began = time.monotonic()
@@ -892,13 +892,13 @@ def save(self: Run, **state):
 @patch
 def compute_once(self: Run,
     name: str,   # of a file beside the checkpoint
-    compute,     # without arguments, a state of tensors and plain values
+    compute,     # takes no arguments; returns a state of tensors and plain values
 ):
     """Compute a state before the first step, or read what an earlier start of the run has kept.
 
     Parameters:
       name : of a file beside the checkpoint
-      compute : without arguments, a state of tensors and plain values
+      compute : takes no arguments; returns a state of tensors and plain values
     """
     name = f'checkpoint/{name}.safetensors'
     if self.state == 'unfinished' and (self.folder/name).exists():
@@ -921,8 +921,9 @@ def load(self: Run) -> dict | None:
         records = [r for r in read_log(self.folder) if r['step'] <= state['step']]
         for r in records: self.health(r, f'step {r["step"]}: ')
         if not records or records[-1]['step'] != state['step']:
-            raise ValueError(f'{log} is damaged: it ends before step {state["step"]}, that of '
-                             f'the checkpoint. Restore it, or delete {path} to start anew')
+            raise ValueError(f'{log} is damaged: it ends before step {state["step"]}, at '
+                             'which the checkpoint was written. Restore it, or delete '
+                             f'{path} to start anew')
     if rank()[0] == 0:
         text = ''.join(json.dumps(r) + '\n' for r in records)
         with atomic_write(log) as p: p.write_text(text, encoding='utf-8')
@@ -952,7 +953,7 @@ def finish(self: Run, **summary):
 
 # %% ../../nbs/run/runs.ipynb #9fcc5b5e
 def _differing(cfg: Config, config: dict) -> dict:
-    "Return the settings in which a run differs from what is asked for, as it was made."
+    "Return a saved run's values of the settings in which it differs from what is asked for."
     made = config.get('settings', {})
     asked = made | dict.fromkeys(config.get('left_open', []))
     own = _decisive(cfg)
@@ -964,8 +965,8 @@ _ANSWERS = {'eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p'}   
 
 def _tell_move(
     cfg: Config,
-    config: dict,   # of the run that is there
-    others: dict,   # the settings in which it differs, as it was made
+    config: dict,   # `config.json` of the run that is there
+    others: dict,   # that run's values of the settings in which the two runs differ
 ):
     "Say that the run in a folder is moved, and how both stay in their places."
     made = ', '.join(f'{name} = {value!r}' for name, value in others.items())[:200]
@@ -981,7 +982,7 @@ def _tell_move(
 
 # %% ../../nbs/run/runs.ipynb #7c6aa58a
 def _read_again(run: Run):
-    "ValueError for an input that is not as its run has left it."
+    "Read every input in full; ValueError if weights have changed since their run."
     for marks in run.config['inputs'].values():
         for source in marks: content_hash(source, again=True)
 
@@ -989,14 +990,14 @@ def _read_again(run: Run):
 def start(
     cfg: Config,
     train,            # the function whose code is the run's
-    reads: tuple = (),  # run folders it reads in addition to those named in its settings
+    reads: tuple = (),  # run folders it reads besides those that its settings name
     several: bool = False,  # whether several processes may share it
 ) -> Run:
     """Find or begin the run of these settings; it is `done` if it was finished before.
 
     Parameters:
       train : the function whose code is the run's
-      reads : run folders it reads in addition to those named in its settings
+      reads : run folders it reads besides those that its settings name
       several : whether several processes may share it
     """
     join_ranks(cfg, several)
@@ -1027,16 +1028,16 @@ def start(
 
 # %% ../../nbs/run/runs.ipynb #5854d6b2
 def makes_run(
-    settings,  # class of the notebook's settings
+    settings,  # the notebook's class of settings
     several: bool = False,   # whether several processes may share a run
-    reads=lambda cfg: (),    # what else a run reads, from its settings
+    reads=lambda cfg: (),    # takes settings; returns what else a run reads
 ):
-    """Make of a function of settings and a run the method of its notebook, and its command line.
+    """Turn a function of settings and a `Run` into one of settings alone, and a command line.
 
     Parameters:
-      settings : class of the notebook's settings
+      settings : the notebook's class of settings
       several : whether several processes may share a run
-      reads : what else a run reads, from its settings
+      reads : takes settings; returns what else a run reads
     """
     def frame(make):
         @wraps(make)
@@ -1053,7 +1054,7 @@ def write_csv(
     run,        # whose folder it is written to
     name: str,  # of the file
     table,      # a DataFrame
-    **options,  # of `DataFrame.to_csv`
+    **options,  # arguments of `DataFrame.to_csv`
 ):
     """Write a table into a run folder as CSV.
 

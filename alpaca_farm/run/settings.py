@@ -62,10 +62,10 @@ def as_list(value) -> list:
 # %% ../../nbs/run/settings.ipynb #4e080872
 @dataclass(frozen=True)
 class Reads:
-    "Marks the type of a setting that names what a run reads; without files and splits it reads all."
-    files: tuple = ()   # names of files or folders in it, such as preferences or model
-    splits: tuple = ()  # settings that name splits in it
-    # it names who judges, labels to judge by, or a model from outside of the world that is judged
+    "Marks the type of a setting that names what a run reads: files, splits, or else everything."
+    files: tuple = ()   # names of the files or folders that are read, such as preferences
+    splits: tuple = ()  # settings that name the splits that are read
+    # what the setting names: a judge, labels to compare with, or a model from outside the world
     role: Literal['', 'judge', 'labels', 'outside'] = ''
 
 
@@ -77,12 +77,12 @@ class Mark:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    "Marks the type of a setting whose values are the rows of a table, with a text each."
+    "Marks the type of a setting whose values are rows of a table; each row has a text."
     table: dict
 
 
 ASIDE = Mark('aside')   # whatever its value, the result is the same
-SIZES = Mark('sizes')   # names the model whose size decides on what is left open
+SIZES = Mark('sizes')   # names the model whose size decides the settings that are left open
 
 # %% ../../nbs/run/settings.ipynb #43eb12f9
 MODEL = Reads(('model',))   # of a run, a checkpoint, a GGUF file or a name on the hub
@@ -100,7 +100,7 @@ def _without_marks(kind):
 
 
 def _as_written(value, kind):
-    "Read a text as the list that its setting is, or may be: one in brackets, or the only element."
+    "Read a text as a list if the setting takes one: in brackets, or the only element."
     import yaml
     kind = _without_marks(kind)
     if not isinstance(value, str) or 'list' not in str(kind): return value
@@ -182,7 +182,7 @@ _SECRET = re.compile(r'''(?x)
 
 # %% ../../nbs/run/settings.ipynb #2ae98010
 def _looks_secret(value) -> bool:
-    "Tell whether a setting's value looks like a key, or one of those that it holds does."
+    "Tell whether a setting's value, or a value in it, looks like a key."
     if isinstance(value, dict): value = list(value.values())
     if isinstance(value, (list, tuple)): return any(map(_looks_secret, value))
     return isinstance(value, str) and bool(_SECRET.search(value))
@@ -193,20 +193,20 @@ def no_secrets(settings: dict):
     for name, value in settings.items():
         if not _looks_secret(value): continue
         raise ValueError(f'{name} looks like an API key or holds a password. Keys are read from '
-                         'the environment (OPENAI_API_KEY, HF_TOKEN), never a parameter. If '
-                         'papermill has written this one into a notebook, delete that')
+                         'the environment (OPENAI_API_KEY, HF_TOKEN), never from a setting. If '
+                         'papermill has written this key into a notebook, delete the notebook')
 
 # %% ../../nbs/run/settings.ipynb #7c26b0eb
 def refuse_unknown(
-    owner: str,  # whose settings they are
+    owner: str,  # the class or table that the names should belong to
     names,
-    known,       # the names that there are
+    known,       # the valid names
 ):
-    """Refuse the first name that is not known: TypeError with the nearest one that is.
+    """Refuse the first unknown name: TypeError with the nearest known one.
 
     Parameters:
-      owner : whose settings they are
-      known : the names that there are
+      owner : the class or table that the names should belong to
+      known : the valid names
     """
     for name in names:
         if name in known: continue
@@ -229,8 +229,8 @@ def _check_device(name: str):
     import torch
     try: kind = torch.device(name).type
     except (RuntimeError, ValueError):
-        raise ValueError(f'device = {name!r}: torch knows none of that name. Take cuda for an '
-                         'NVIDIA GPU, mps for an Apple one, cpu, or auto') from None
+        raise ValueError(f'device = {name!r}: torch knows no such device. Take cuda for an '
+                         'NVIDIA GPU, mps for an Apple GPU, cpu, or auto') from None
     if kind == 'mps' and not torch.backends.mps.is_available():
         raise ValueError('device = mps: there is no Apple GPU; take cpu')
 
@@ -276,17 +276,17 @@ class Config(_Given):
       out : run folder (default: )
       device : cpu, cuda, cuda:1, mps, ...; auto: an NVIDIA GPU when there is one (default: auto)
       dtype : auto: bfloat16 on GPU (default: auto)
-      tracker : empty: nothing leaves the machine (default: )
+      tracker : service that gets a copy of the log; empty: nothing leaves the machine (default: )
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: Annotated[str, ASIDE] = ''  # run folder
     seed: Seed = 0        # random seed; runs that differ in nothing else are replicates
     device: str = 'auto'  # cpu, cuda, cuda:1, mps, ...; auto: an NVIDIA GPU when there is one
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 on GPU
-    # empty: nothing leaves the machine
+    # service that gets a copy of the log; empty: nothing leaves the machine
     tracker: Annotated[Literal['', 'wandb', 'tensorboard', 'trackio'], ASIDE] = ''
-    # class attributes, read from the types: what the settings name that is read, those without
-    # influence on the result, those whose model's size decides, and tables of valid values
+    # class attributes, read from the types: the settings that name inputs, settings that do not
+    # change the result, settings that name the model of decisive size, tables of valid values
     __signature__ = _ShownSignature()
     inputs = {}
     aside = ('out', 'tracker')
@@ -409,26 +409,26 @@ class HardwareConfig(Config):
 
     Settings:
       out : run folder (default: )
-      attention : kernel (default: auto)
+      attention : program that computes the attention (default: auto)
       lora_rank : rank of trained adapters (LoRA); 0 trains all weights (default: 0)
-      lora_alpha : their scale times the rank; 0 for twice the rank (default: 0.0)
-      lora_targets : layers that get them, joined by commas (default: all-linear)
-      quantize : QLoRA: the frozen weights in 4 bits (default: False)
-      master_weights : train in float32; else in dtype: less memory (default: True)
+      lora_alpha : scale of adapters times their rank; 0 for twice the rank (default: 0.0)
+      lora_targets : layers that get adapters, joined by commas (default: all-linear)
+      quantize : QLoRA: keep the frozen weights in 4 bits (default: False)
+      master_weights : train in float32; false: in dtype, with less memory (default: True)
       gradient_checkpointing : compute activations twice instead of keeping them (default: False)
-      optimizer : adamw_8bit: moments of one byte (default: adamw)
-      forward_batch : rows of a pass without gradients; 0: by memory (default: 0)
+      optimizer : adamw_8bit: a byte for each moment (default: adamw)
+      forward_batch : texts in a pass without gradients; 0: as many as fit (default: 0)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
-    attention: _Attention = 'auto'        # kernel
+    attention: _Attention = 'auto'        # program that computes the attention
     lora_rank: Count = 0                  # rank of trained adapters (LoRA); 0 trains all weights
-    lora_alpha: Amount = 0.0              # their scale times the rank; 0 for twice the rank
-    lora_targets: str = 'all-linear'      # layers that get them, joined by commas
-    quantize: bool = False                # QLoRA: the frozen weights in 4 bits
-    master_weights: bool = True           # train in float32; else in dtype: less memory
+    lora_alpha: Amount = 0.0              # scale of adapters times their rank; 0 for twice the rank
+    lora_targets: str = 'all-linear'      # layers that get adapters, joined by commas
+    quantize: bool = False                # QLoRA: keep the frozen weights in 4 bits
+    master_weights: bool = True           # train in float32; false: in dtype, with less memory
     gradient_checkpointing: bool = False  # compute activations twice instead of keeping them
-    optimizer: Literal['adamw', 'adamw_8bit'] = 'adamw'  # adamw_8bit: moments of one byte
-    forward_batch: Count = 0              # rows of a pass without gradients; 0: by memory
+    optimizer: Literal['adamw', 'adamw_8bit'] = 'adamw'  # adamw_8bit: a byte for each moment
+    forward_batch: Count = 0              # texts in a pass without gradients; 0: as many as fit
 
     def __post_init__(self):
         super().__post_init__()
@@ -450,12 +450,12 @@ class TrainConfig(HardwareConfig):
       warmup : share of the steps over which the learning rate rises (default: 0.03)
       batch_size : examples per optimiser step, over all processes (default: 32)
       micro_batch_size : examples per forward pass; 0: as many as fit (default: 0)
-      weight_decay : AdamW's, on matrices only (default: 0.0)
-      betas : AdamW's (default: [0.9, 0.95])
+      weight_decay : AdamW's weight decay, on matrices only (default: 0.0)
+      betas : AdamW's betas (default: [0.9, 0.95])
       adam_eps : AdamW's epsilon (default: 1e-08)
       max_grad_norm : gradients are clipped to this norm (default: 1.0)
       checkpoint_every : steps, or ten minutes, between checkpoints (default: 50)
-      save_total_limit : of the folders model-<step>/ keep the newest n; 0 for all (default: 0)
+      save_total_limit : newest folders model-<step>/ to keep; 0 for all (default: 0)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     learning_rate: Amount = 1e-3     # AdamW's peak learning rate
@@ -463,12 +463,12 @@ class TrainConfig(HardwareConfig):
     warmup: Share = 0.03             # share of the steps over which the learning rate rises
     batch_size: Positive = 32        # examples per optimiser step, over all processes
     micro_batch_size: Count = 0      # examples per forward pass; 0: as many as fit
-    weight_decay: Amount = 0.0       # AdamW's, on matrices only
-    betas: Betas = field(default_factory=lambda: [0.9, 0.95])  # AdamW's
+    weight_decay: Amount = 0.0       # AdamW's weight decay, on matrices only
+    betas: Betas = field(default_factory=lambda: [0.9, 0.95])  # AdamW's betas
     adam_eps: Amount = 1e-8          # AdamW's epsilon
     max_grad_norm: Amount = 1.0      # gradients are clipped to this norm
     checkpoint_every: Positive = 50  # steps, or ten minutes, between checkpoints
-    save_total_limit: Annotated[Count, ASIDE] = 0  # of the folders model-<step>/ keep the newest n; 0 for all
+    save_total_limit: Annotated[Count, ASIDE] = 0  # newest folders model-<step>/ to keep; 0 for all
 
     def __post_init__(self):
         super().__post_init__()
@@ -515,10 +515,11 @@ def explained(cls) -> dict[str, str]:
     return {name: f'{comment} (default: {default[name]})' for name, comment in found.items()}
 
 # %% ../../nbs/run/settings.ipynb #9585351a
-_BY_SIZE = ('By size: a toy has less than 10 million weights. A learning rate is a power of their number, '
-           'from a toy\'s at 1 million to a large model\'s at 7 billion, and with adapters up to '
-           'ten times that. Batches are so small that there are 25 steps; lengths fit 95 % of '
-           'the data.')
+_BY_SIZE = ('By size: a toy is a model of less than 10 million weights. A learning rate falls as a '
+            'power of the number of weights, from its value for a toy (1 million weights) to its '
+            'value for a large model (7 billion weights); for adapters it is up to ten times as '
+            'high. Batches are made so small that a run has 25 steps. Limits of lengths fit 95 % '
+            'of the data.')
 
 
 def _parser(cls, description: str) -> argparse.ArgumentParser:

@@ -36,14 +36,14 @@ class PromptConfig(Config):
       max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
         toy, 256 for a large model)
       template : prompt format: the tokenizer's chat template if any, else alpaca (default: auto)
-      template_arguments : of the policy's chat template, such as {"enable_thinking": true}
-        (default: {})
+      template_arguments : arguments of the policy's chat template, such as {"enable_thinking":
+        true} (default: {})
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     max_new_tokens: Positive = by_size(56, 256)  # longer answers are cut off here
     max_prompt: Positive = by_size(64, 256)  # longer prompts are left out, counted and reported
     template: Template = 'auto'  # prompt format: the tokenizer's chat template if any, else alpaca
-    # of the policy's chat template, such as {"enable_thinking": true}
+    # arguments of the policy's chat template, such as {"enable_thinking": true}
     template_arguments: Arguments = field(default_factory=dict)
 
 # %% ../../nbs/train/answers.ipynb #7efe8e2d
@@ -55,7 +55,7 @@ class SampleConfig(PromptConfig):
       out : run folder (default: )
       temperature : of samples, and of the log-probs that training compares; 0 is greedy (default:
         by size, 1.0 for a toy, 0.8 for a large model)
-      top_p : nucleus; below 1 the log-probs are still those of the whole vocabulary (default: 1.0)
+      top_p : nucleus of samples; the log-probs are of the whole vocabulary always (default: 1.0)
       max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
       max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
@@ -64,7 +64,7 @@ class SampleConfig(PromptConfig):
     """
     # of samples, and of the log-probs that training compares; 0 is greedy
     temperature: Amount = by_size(1., .8)
-    top_p: Nucleus = 1.0  # nucleus; below 1 the log-probs are still those of the whole vocabulary
+    top_p: Nucleus = 1.0  # nucleus of samples; the log-probs are of the whole vocabulary always
 
 # %% ../../nbs/train/answers.ipynb #51fce87a
 @dataclass
@@ -73,9 +73,9 @@ class AnswerConfig(PromptConfig):
 
     Settings:
       out : run folder (default: )
-      eval_split : answered at the end, into outputs.json; empty: none (default: eval)
-      eval_instances : use only the first n instructions of it; 0: all (default: 0)
-      columns : names of columns: ours, equals sign, yours (default: )
+      eval_split : split answered at the end, into outputs.json; empty: none (default: eval)
+      eval_instances : answer only the first n requests of this split; 0: all (default: 0)
+      columns : your columns by our names, as in instruction=question (default: )
       eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
         toy, 0.8 for a large model)
       eval_top_p : nucleus of these answers (default: 1.0)
@@ -85,15 +85,15 @@ class AnswerConfig(PromptConfig):
         toy, 256 for a large model)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
-    eval_split: str = 'eval'        # answered at the end, into outputs.json; empty: none
-    eval_instances: Count = 0       # use only the first n instructions of it; 0: all
-    columns: str = ''               # names of columns: ours, equals sign, yours
+    eval_split: str = 'eval'        # split answered at the end, into outputs.json; empty: none
+    eval_instances: Count = 0       # answer only the first n requests of this split; 0: all
+    columns: str = ''               # your columns by our names, as in instruction=question
     eval_temperature: Amount = by_size(1., .8)  # of the answers that are evaluated; 0 is greedy
     eval_top_p: Nucleus = 1.0       # nucleus of these answers
 
 # %% ../../nbs/train/answers.ipynb #34628ae3
 def answering(cfg: AnswerConfig) -> AnswerConfig:
-    "Copy the settings, with those of evaluated answers as `temperature` and `top_p`."
+    "Copy the settings; `temperature` and `top_p` get the values for evaluated answers."
     cfg = copy(cfg)
     cfg.temperature = cfg.eval_temperature
     cfg.top_p = cfg.eval_top_p
@@ -125,14 +125,14 @@ def _before_next_turn(sample: Sample, tokenizer) -> Sample:
 
 def end_turns(
     records: list[dict],
-    samples: list[list],   # those of each record
+    samples: list[list],   # the samples of each record
     tokenizer,
     template: str,         # prompt format
 ) -> list[list]:
     """End the samples of a dialogue's text where the user's next turn begins.
 
     Parameters:
-      samples : those of each record
+      samples : the samples of each record
       template : prompt format
     """
     ended = []
@@ -147,17 +147,17 @@ def sample(
     records: list[dict],  # with `instruction` and maybe `input`
     cfg: SampleConfig,
     n: int = 1,           # samples per record
-    seed: int | None = None,  # cfg.seed when not given
-    prompts=None,         # ids of the prompts, used as they are; the records' when not given
-) -> tuple[list[dict], list[list[int]], list[list]]:  # of samples as tokens, with log-probs
-    """Sample answers to the records that fit; also returns these records and their prompts' ids.
+    seed: int | None = None,  # None: cfg.seed
+    prompts=None,         # ids of prompts to use as they are; None: the records' prompts
+) -> tuple[list[dict], list[list[int]], list[list]]:  # records, prompts, samples with log-probs
+    """Sample answers to the records that fit; also return these records and their prompts' ids.
 
     Parameters:
       records : with `instruction` and maybe `input`
       n : samples per record
-      seed : cfg.seed when not given
-      prompts : ids of the prompts, used as they are; the records' when not given
-    Returns: of samples as tokens, with log-probs
+      seed : None: cfg.seed
+      prompts : ids of prompts to use as they are; None: the records' prompts
+    Returns: records, prompts, samples with log-probs
     """
     if prompts is None: records, prompts = fitting_prompts(records, policy.tokenizer, cfg)
     samples = generate(policy, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
@@ -176,14 +176,14 @@ def sample_answers(
     policy: Policy,
     records: list[dict],
     cfg: SampleConfig,
-    reference: Policy | None = None,  # to which the samples' log-ratios are computed
-    **how,               # n, seed, prompts of `sample`
+    reference: Policy | None = None,  # policy to which log-ratios are computed; None: none are
+    **how,               # n, seed, prompts, as in `sample`
 ) -> list[dict]:
     """Give the records that fit `output`, `ended`, `logprob` and `log_ratio` (nats), lists of n.
 
     Parameters:
-      reference : to which the samples' log-ratios are computed
-    Returns: n, seed, prompts of `sample`
+      reference : policy to which log-ratios are computed; None: none are
+    Returns: n, seed, prompts, as in `sample`
     """
     answers = []
     fit, _, groups = sample(policy, records, cfg, **how)
@@ -216,13 +216,13 @@ def log_ratios(
     reference: Policy,
     prompts: list[list[int]],
     samples: list,        # one Sample for each prompt, with its log-probs
-    cfg: SampleConfig,    # the temperature they were sampled at; 1 if greedy
+    cfg: SampleConfig,    # has the temperature at which they were sampled; greedy counts as 1
 ) -> list[float]:  # nats, one for each sample
     """Compute log pi - log pi_ref of whole answers.
 
     Parameters:
       samples : one Sample for each prompt, with its log-probs
-      cfg : the temperature they were sampled at; 1 if greedy
+      cfg : has the temperature at which they were sampled; greedy counts as 1
     Returns: nats, one for each sample
     """
     ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
@@ -234,7 +234,7 @@ def same_tokens(
     tokenizer,   # of the policy
     reference,   # tokenizer of its reference policy
 ) -> bool:
-    """Tell whether a policy has all tokens of its reference, with the same ids.
+    """Tell whether a policy has all tokens of its reference policy, with the same ids.
 
     Parameters:
       tokenizer : of the policy
@@ -251,14 +251,14 @@ def splits_read(cfg: Config) -> list[str]:
 
 def load_split(
     cfg: Config,
-    setting: str,                # such as eval_split; eval_instances says how many of it
-    kind: str = 'instruction',   # of the records
+    setting: str,                # such as eval_split; eval_instances limits the number of records
+    kind: str = 'instruction',   # kind of the records
 ) -> list[dict]:
     """Load the records of the split that a setting names; an error names the setting.
 
     Parameters:
-      setting : such as eval_split; eval_instances says how many of it
-      kind : of the records
+      setting : such as eval_split; eval_instances limits the number of records
+      kind : kind of the records
     """
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
@@ -266,22 +266,23 @@ def load_split(
     splits = [s for s in known if s in splits_read(cfg)]
     if len(splits) > 1 and at_root(cfg.data).is_file():
         raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} '
-                         'at once: name a folder with a file for each, or leave all but one empty')
+                         'at once: name a folder with a file for each split, or leave all but one '
+                         'of these settings empty')
     try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', ''))
     except (FileNotFoundError, ValueError) as e:
         error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError
-        none = ', or none with eval_split empty' if setting == 'eval_split' else ''
+        none = ', or leave eval_split empty' if setting == 'eval_split' else ''
         raise error(f'{setting} = {split!r}: {e}. Name another split{none}') from None
 
 # %% ../../nbs/train/answers.ipynb #87ef9631
 def answer_eval_split(
     policy: Policy, run,
-    reference: Policy | None = None,  # to which the KL is measured, on prompts as it reads them
+    reference: Policy | None = None,  # policy from which the KL is measured; None: not measured
 ) -> dict[str, float]:  # mean length in words, share that ended, and the KL in nats per answer
     """Answer the evaluation split once; the answers go to `outputs.json`, in AlpacaEval's format.
 
     Parameters:
-      reference : to which the KL is measured, on prompts as it reads them
+      reference : policy from which the KL is measured; None: not measured
     Returns: mean length in words, share that ended, and the KL in nats per answer
     """
     cfg = answering(run.cfg)

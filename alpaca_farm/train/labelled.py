@@ -22,15 +22,15 @@ from .trainer import answer_batch, batches, example_lengths
 # %% ../../nbs/train/labelled.ipynb #ea8f5d7d
 def hold_out(
     records: list[dict],
-    held_out: int,  # records, at least, unless some are marked; -1: 500, or a fifth; 0: none
-    seed: int,      # of the prompts that are drawn
-) -> tuple[list[int], list[int]]:  # rows to learn from, and held-out ones
-    """Hold out the marked records if there are any, else all on random prompts, at most a half.
+    held_out: int,  # least number of held-out records, if none is marked; -1: 500, or a fifth
+    seed: int,      # seed by which prompts are drawn
+) -> tuple[list[int], list[int]]:  # rows to learn from, and held-out rows
+    """Hold out the marked records, else all records of random prompts, at most half of them.
 
     Parameters:
-      held_out : records, at least, unless some are marked; -1: 500, or a fifth; 0: none
-      seed : of the prompts that are drawn
-    Returns: rows to learn from, and held-out ones
+      held_out : least number of held-out records, if none is marked; -1: 500, or a fifth
+      seed : seed by which prompts are drawn
+    Returns: rows to learn from, and held-out rows
     """
     same = {}
     for i, r in enumerate(records): same.setdefault(prompt_key(r), []).append(i)
@@ -61,12 +61,12 @@ def answer_labels(records: list[dict], where: str) -> list[float]:
 
 # %% ../../nbs/train/labelled.ipynb #061416ff
 def read_labels(
-    cfg,   # of DPO: preferences, max_instances, columns and loss_type
+    cfg,   # settings of DPO: preferences, max_instances, columns and loss_type
 ) -> tuple[list[dict], tuple[str, ...], list[list[float]]]:
-    """Read records, better answer first, the K fields of answers, and how probably each is good.
+    """Read records (better answer first), the K fields of answers, and how probably each is good.
 
     Parameters:
-      cfg : of DPO: preferences, max_instances, columns and loss_type
+      cfg : settings of DPO: preferences, max_instances, columns and loss_type
     """
     kinds = ('preference', 'output') if cfg.loss_type == 'kto' else 'preference'
     records = load_records(cfg.preferences, 'preferences', kinds, cfg.max_instances, cfg.columns)
@@ -102,7 +102,7 @@ def reference_logprobs(
 
 # %% ../../nbs/train/labelled.ipynb #84909fc2
 def mismatched_rows(rows: list[int], prompts: list[list[int]]) -> list[int]:
-    "Find for each row of a batch the next with another prompt; itself where there is none."
+    "Find for each row of a batch the next row with another prompt; itself if there is none."
     found = []
     for k, i in enumerate(rows):
         later = rows[k + 1:] + rows[:k]
@@ -112,12 +112,12 @@ def mismatched_rows(rows: list[int], prompts: list[list[int]]) -> list[int]:
 
 # %% ../../nbs/train/labelled.ipynb #57245013
 class LabelledAnswers:
-    "All labelled answers as token ids, the order of the batches, and the reference's log-probs."
+    "Labelled answers as token ids, the order of batches, and the reference policy's log-probs."
     def __init__(self,
-        cfg,            # of DPO
+        cfg,            # settings of DPO
         tokenizer,
         records: list[dict],
-        fields: tuple,  # those of the records that hold answers, K
+        fields: tuple,  # the K fields of the records that hold answers
         good: list,     # how probably each of these answers is good: K numbers for each record
     ):
         self.cfg = cfg
@@ -142,12 +142,12 @@ class LabelledAnswers:
 @patch
 def add_reference(self: LabelledAnswers,
     policy: Policy,
-    run=None,   # that keeps them over a restart
+    run=None,   # run that keeps the log-probs over a restart
 ):
     """Add the log-probs of all answers under the policy as it is now.
 
     Parameters:
-      run : that keeps them over a restart
+      run : run that keeps the log-probs over a restart
     """
     if self.cfg.loss_type == 'kto': self._mix_answers()
     def compute(): return self._score_answers(policy)
@@ -158,7 +158,7 @@ def add_reference(self: LabelledAnswers,
 
 @patch
 def _score_answers(self: LabelledAnswers, policy: Policy) -> dict:
-    "Compute the log-probs of all answers, and for KTO of those to other prompts."
+    "Compute the log-probs of all answers, and for KTO also of answers to other prompts."
     temperature = self.cfg.temperature
     whole = reference_logprobs(policy, self.prompts, self.answers, temperature)
     mixed = None
@@ -182,7 +182,7 @@ def _mix_answers(self: LabelledAnswers):
 # %% ../../nbs/train/labelled.ipynb #92b92c8c
 @patch
 def mismatched_batch(self: LabelledAnswers, step: int) -> dict[str, torch.Tensor]:
-    "Make the batch of a step, from 1, whose prompts have answers to other prompts."
+    "Make the batch of a step, counted from 1, in which answers belong to other prompts."
     begin = sum(map(len, self.order[:step - 1]))
     end = begin + len(self.order[step - 1])
     rows = list(range(begin, end))
@@ -193,13 +193,13 @@ def mismatched_batch(self: LabelledAnswers, step: int) -> dict[str, torch.Tensor
 @patch
 def labelled_batch(self: LabelledAnswers,
     rows: list[int],        # B records
-    baseline: float = 0.,   # KTO's
+    baseline: float = 0.,   # baseline of KTO
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, K, T); good, reference (B, K); the rest (B,)
     """Make the batch of some records.
 
     Parameters:
       rows : B records
-      baseline : KTO's
+      baseline : baseline of KTO
     Returns: ids, mask, response (B, K, T); good, reference (B, K); the rest (B,)
     """
     batch = answer_batch(self.prompts, self.answers, rows, self.pad_id)

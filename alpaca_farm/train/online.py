@@ -46,14 +46,15 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
       split : prompts that are answered in training (default: unlabeled)
       steps : rollouts, each followed by its updates (default: 16)
       rollouts : answers per step (default: 192)
-      standardise : scores in units of the initial policy's own: mean 0, sd 1 (default: True)
-      missing_eos : score of an answer cut off; empty: none (default: replace)
-      missing_eos_value : replace: the score becomes minus this; subtract: less by this (default:
+      standardise : scale scores so that the initial policy's have mean 0 and sd 1 (default: True)
+      missing_eos : what happens to the score of an answer that was cut off; empty: nothing
+        (default: replace)
+      missing_eos_value : replace: minus this is the score; subtract: this is taken off (default:
         1.0)
       annotators : judge whose labels choose the checkpoint; empty for the last (default: )
-      val_split : split the checkpoint is chosen on (default: val)
-      val_instances : use only the first n instructions of it; 0: all (default: 250)
-      eval_every : steps between evaluations on it (default: 4)
+      val_split : split on which the checkpoint is chosen (default: val)
+      val_instances : use only the first n requests of val_split; 0: all (default: 250)
+      eval_every : steps between evaluations on val_split (default: 4)
       save_every : save model-<step>/ every n steps; 0: none (default: 4)
       checkpoint_every : steps, or ten minutes, between checkpoints (default: 2)
       temperature : of samples, above 0 (default: by size, 1.0 for a toy, 0.8 for a large model)
@@ -71,14 +72,14 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     split: str = 'unlabeled'               # prompts that are answered in training
     steps: Positive = 16                   # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 192  # answers per step
-    standardise: bool = True  # scores in units of the initial policy's own: mean 0, sd 1
-    # score of an answer cut off; empty: none
+    standardise: bool = True  # scale scores so that the initial policy's have mean 0 and sd 1
+    # what happens to the score of an answer that was cut off; empty: nothing
     missing_eos: Literal['replace', 'subtract', ''] = 'replace'
-    missing_eos_value: float = 1.0  # replace: the score becomes minus this; subtract: less by this
+    missing_eos_value: float = 1.0  # replace: minus this is the score; subtract: this is taken off
     annotators: Judge = ''  # judge whose labels choose the checkpoint; empty for the last
-    val_split: str = 'val'                 # split the checkpoint is chosen on
-    val_instances: Count = 250             # use only the first n instructions of it; 0: all
-    eval_every: Positive = 4               # steps between evaluations on it
+    val_split: str = 'val'                 # split on which the checkpoint is chosen
+    val_instances: Count = 250             # use only the first n requests of val_split; 0: all
+    eval_every: Positive = 4               # steps between evaluations on val_split
     save_every: Count = 4                  # save model-<step>/ every n steps; 0: none
     checkpoint_every: Positive = 2         # steps, or ten minutes, between checkpoints
     temperature: Scale = by_size(1., .8)   # of samples, above 0
@@ -86,7 +87,8 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     def __post_init__(self):
         super().__post_init__()
         if self.annotators and not self.val_split:
-            raise ValueError('val_split is empty, on which annotators choose the checkpoint')
+            raise ValueError('val_split is empty: name the split on which annotators, the judge, '
+                             'chooses the checkpoint')
         if not self.reward_model:
             raise ValueError('reward_model is empty: name a checkpoint, a "module:function", '
                              'or a list of them')
@@ -108,14 +110,14 @@ def prompt_indices(
     n: int,     # number of prompts
     step: int,  # from 1
     cfg: OnlineConfig,
-    per_step: int = 0,  # prompts of each step; 0 for `cfg.rollouts`
+    per_step: int = 0,  # prompts of each step; 0: `cfg.rollouts`
 ) -> list[int]:
     """List the prompts answered at `step`; every prompt is used once before any is repeated.
 
     Parameters:
       n : number of prompts
       step : from 1
-      per_step : prompts of each step; 0 for `cfg.rollouts`
+      per_step : prompts of each step; 0: `cfg.rollouts`
     """
     per_step = per_step or cfg.rollouts
     first = (step - 1) * per_step
@@ -132,12 +134,12 @@ def sample_rollout(
     prompts: list[list[int]],  # ids of the records' prompts, which control tokens may precede
     cfg: OnlineConfig,
     seed: int,
-) -> tuple[dict, list[dict]]:  # ids, mask, response, maybe old_logp; with `output`, `ended`
-    """Answer prompts once each; as a batch of tokens, and as records.
+) -> tuple[dict, list[dict]]:  # ids, mask, response, maybe old_logp; records with the answers
+    """Answer each prompt once; return the answers as a batch of tokens, and as records.
 
     Parameters:
       prompts : ids of the records' prompts, which control tokens may precede
-    Returns: ids, mask, response, maybe old_logp; with `output`, `ended`
+    Returns: ids, mask, response, maybe old_logp; records with the answers
     """
     tokenizer = policy.tokenizer
     _, _, groups = sample(policy, records, cfg, seed=seed, prompts=prompts)
@@ -156,14 +158,14 @@ def sample_rollout(
 
 # %% ../../nbs/train/online.ipynb #ef9bb375
 def in_micro_batches(
-    f,      # part of a batch -> (rows of it, ...)
+    f,      # part of a batch -> (rows of the part, ...)
     policy: Policy,  # whose passes set the size of a part, and the precision
     batch: dict,
 ) -> torch.Tensor:
     """Compute `f` of a batch in parts, divided among all processes.
 
     Parameters:
-      f : part of a batch -> (rows of it, ...)
+      f : part of a batch -> (rows of the part, ...)
       policy : whose passes set the size of a part, and the precision
     """
     k, processes = rank()
@@ -182,18 +184,18 @@ def in_micro_batches(
 
 # %% ../../nbs/train/online.ipynb #57fe67d0
 def end_scores(
-    scores,        # (B,) of the reward model
+    scores,        # (B,) scores of the reward model
     ended,         # (B,) bool: EOS was sampled
     rule: str,     # replace, subtract, or nothing
-    value: float,  # of the penalty
+    value: float,  # size of the penalty
 ):  # (B,)
     """Apply the missing-EOS rule to scores.
 
     Parameters:
-      scores : (B,) of the reward model
+      scores : (B,) scores of the reward model
       ended : (B,) bool: EOS was sampled
       rule : replace, subtract, or nothing
-      value : of the penalty
+      value : size of the penalty
     """
     if not rule: return scores
     return torch.where(ended, scores, -value if rule == 'replace' else scores - value)
@@ -226,9 +228,9 @@ def rollout_scores(
 
 # %% ../../nbs/train/online.ipynb #ae3169a0
 class CheckpointSelector:
-    "Measures the policy on the val split, and saves the best so far; without a judge, the last."
+    "Measures the policy on the val split and saves the best one; without a judge, the last one."
     def __init__(self,
-        reference: Policy,  # whose answers the policy's are compared with
+        reference: Policy,  # the policy's answers are compared with its answers
         cfg: OnlineConfig,
         annotate=None,  # `annotate_pairs` of a pool, or None
     ):
@@ -253,8 +255,8 @@ class CheckpointSelector:
     def __call__(self,
         trainer: Trainer,    # after a step
         policy: Policy,
-    ) -> dict[str, float]:  # on val, if due
-        "Save the policy if it is chosen, and as model-<step>."
+    ) -> dict[str, float]:  # figures on the val split, if an evaluation is due
+        "Save the policy if it is the best so far, and as model-<step>."
         cfg = self.cfg
         step = trainer.step
         last = step == trainer.total
@@ -274,7 +276,7 @@ def finish_policy(
     reference: Policy,
     too_long: int,  # prompts that were left out
 ) -> dict:
-    """Answer the eval split with the chosen policy; returns the figures of the summary.
+    """Answer the eval split with the chosen policy; return the figures of the summary.
 
     Parameters:
       too_long : prompts that were left out

@@ -31,7 +31,7 @@ from .answers import load_split, prompt_fields, PromptConfig, splits_read
 
 # %% ../../nbs/train/preflight.ipynb #9256ff7b
 def _token_counts(records: list[dict], **how) -> dict[str, list[int]]:
-    "Count the tokens of prompts, of their longest answers and of both, by the limit of each."
+    "Count the tokens of prompts, of longest answers and of both together, by the limiting setting."
     prompts = [len(ids) for ids in encode_prompts(records, **how)]
     answers = []
     wholes = []
@@ -49,7 +49,7 @@ def _longest_texts(
     tokenizer,
     template: str,            # prompt format
 ) -> dict[str, int]:  # tokens, by the setting that limits them
-    "Measure the lengths that 95 % of each set's prompts, answers and both do not exceed."
+    "Measure lengths that 95 % of prompts, answers, and both together do not exceed in any set."
     longest = {}
     for records in sets:
         some = records[::1 + len(records)//1000]   # from all its parts
@@ -105,16 +105,16 @@ def _foretell_time(run, tokenizer, records: list[dict], answered: int, sampled: 
 
 def settle(
     run, tokenizer,
-    records: list[dict],  # that are learned from, or answered
+    records: list[dict],  # records from which the run learns, or which it answers
     *others: list[dict],  # sets that are only measured, each within the limits as well
-    sampled: bool = False,  # whether the answers are the model's, not those of the records
+    sampled: bool = False,  # whether the model samples the answers
 ):
     """Show the first record, fit the settings that were left open, and foretell a large run's time.
 
     Parameters:
-      records : that are learned from, or answered
+      records : records from which the run learns, or which it answers
       others : sets that are only measured, each within the limits as well
-      sampled : whether the answers are the model's, not those of the records
+      sampled : whether the model samples the answers
     """
     cfg = run.cfg
     if records: _show_first(records, tokenizer, cfg.template, sampled)
@@ -145,15 +145,15 @@ def _note_shared_prompts(cfg: PromptConfig):
 # %% ../../nbs/train/preflight.ipynb #791081e9
 def try_setting(
     cfg: Config,
-    setting: str,   # that names `f`
+    setting: str,   # the setting that names `f`
     f,
-    *args,          # of the call
+    *args,          # arguments of the call
 ):
-    """Call what a setting names; ValueError naming the setting where the call fails.
+    """Call what a setting names; ValueError naming the setting if the call fails.
 
     Parameters:
-      setting : that names `f`
-      args : of the call
+      setting : the setting that names `f`
+      args : arguments of the call
     """
     try: return f(*args)
     except Exception as e:
@@ -174,18 +174,18 @@ def _two_answers(policy: Policy, records: list[dict], cfg: PromptConfig) -> list
 
 def preflight(
     cfg: PromptConfig,
-    splits: tuple[str, ...],      # settings that name the splits the run will read
+    splits: tuple[str, ...],      # settings that name the splits that the run will read
     policy: Policy | None = None,  # without it only the splits are read
-    judge=None,                   # annotator or pool, of `cfg.annotators`
-    reward=None,                  # records -> scores, of `cfg.reward_model`
+    judge=None,                   # judge or pool that `cfg.annotators` names
+    reward=None,                  # records -> scores, which `cfg.reward_model` names
 ):
     """Do once what a run does after its first step; an error names the setting that is wrong.
 
     Parameters:
-      splits : settings that name the splits the run will read
+      splits : settings that name the splits that the run will read
       policy : without it only the splits are read
-      judge : annotator or pool, of `cfg.annotators`
-      reward : records -> scores, of `cfg.reward_model`
+      judge : judge or pool that `cfg.annotators` names
+      reward : records -> scores, which `cfg.reward_model` names
     """
     parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
     _note_shared_prompts(cfg)

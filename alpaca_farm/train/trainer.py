@@ -31,7 +31,7 @@ def learning_rate(
     schedule: str = 'cosine',
     warmup: float = .03,
 ) -> float:  # as a share of the peak
-    """Share of the peak learning rate at `step`.
+    """Return the share of the peak learning rate at `step`.
 
     Parameters:
       step : from 1
@@ -86,18 +86,18 @@ def batches(
 # %% ../../nbs/train/trainer.ipynb #804bf5e1
 def token_batch(
     prompts: list,    # token ids of all prompts
-    responses: list,  # and of all responses
-    rows: list[int],  # B of them
+    responses: list,  # token ids of all responses
+    rows: list[int],  # the B rows of the batch
     pad_id: int,
-    weights: list[float] | None = None,  # of all responses; None: 1 for every token
+    weights: list[float] | None = None,  # weights of all responses; None: 1 for every token
 ) -> dict[str, torch.Tensor]:  # ids, mask, response and weight, (B, T) each
     """Collate some responses behind their prompts.
 
     Parameters:
       prompts : token ids of all prompts
-      responses : and of all responses
-      rows : B of them
-      weights : of all responses; None: 1 for every token
+      responses : token ids of all responses
+      rows : the B rows of the batch
+      weights : weights of all responses; None: 1 for every token
     Returns: ids, mask, response and weight, (B, T) each
     """
     batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
@@ -121,7 +121,7 @@ def example_lengths(
 def answer_batch(
     prompts: list,  # token ids of all prompts
     answers: list,  # K lists of answers to all prompts
-    rows: list[int],  # B of the prompts
+    rows: list[int],  # the B prompts of the batch
     pad_id: int,
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, K, T) and weight (B,)
     """Collate K answers to each of some prompts.
@@ -129,7 +129,7 @@ def answer_batch(
     Parameters:
       prompts : token ids of all prompts
       answers : K lists of answers to all prompts
-      rows : B of the prompts
+      rows : the B prompts of the batch
     Returns: ids, mask, response (B, K, T) and weight (B,)
     """
     repeated = []
@@ -172,9 +172,9 @@ def _stuck_share(
 def _weight_groups(
     weights: dict,       # parameters by name
     rate: float,         # their peak learning rate
-    rates: dict,         # that of single weights, by name
-    weight_decay: float,  # of matrices
-) -> list[dict]:  # of the optimiser, with `peak`
+    rates: dict,         # other peak learning rates of single weights, by name
+    weight_decay: float,  # weight decay of matrices
+) -> list[dict]:  # groups of the optimiser, with `peak`
     "Group weights by their peak learning rate and weight decay."
     groups = {}
     for name, p in weights.items():
@@ -186,12 +186,12 @@ def _weight_groups(
 
 # %% ../../nbs/train/trainer.ipynb #fb68c22b
 class Trainer:
-    "Steps of one run: optimiser, learning rate, accumulation, log, checkpoints and progress."
+    "The steps of one run: optimiser, learning rate, accumulation, log, checkpoints and progress."
     def __init__(self,
         run: Run,
         total: int,         # steps of the whole run
         policies: dict[str, Policy],  # the models to train, by name
-        rates: dict = {},   # peak learning rates that are not cfg.learning_rate, by model or weight
+        rates: dict = {},   # other peak learning rates than cfg.learning_rate, by model or weight
         shown: str = 'loss',  # the figure that the progress line shows
     ):
         from accelerate import Accelerator
@@ -223,7 +223,7 @@ class Trainer:
 # %% ../../nbs/train/trainer.ipynb #b9ef9057
 @patch
 def split(self: Trainer, batch: dict):
-    "The micro-batches of this process's part; one that it lacks is a row of weight 0."
+    "Yield the micro-batches of this process; if it has too few, a row of weight 0 instead."
     n = len(batch['weight'])
     k, processes = rank()
     row = max(t[0].numel() for t in batch.values())   # its tokens, with padding
@@ -274,7 +274,7 @@ def measure(self: Trainer,
     batches,  # as for `update`
     loss,     # as for `update`
 ) -> dict[str, float]:  # empty without a batch
-    """Weighted means of a loss's figures over held-out batches.
+    """Compute weighted means of a loss's figures over held-out batches.
 
     Parameters:
       batches : as for `update`
@@ -315,14 +315,14 @@ class HeldOutConfig(TrainConfig):
 
     Settings:
       out : run folder (default: )
-      eval_every : steps between measurements of the held-out loss; 0: at the end (default: 0)
+      eval_every : steps between measurements of the held-out loss; 0: only at the end (default: 0)
       load_best_model_at_end : take the weights with the lowest held-out loss (default: False)
-      early_stopping_patience : measurements without a lower loss that end it; 0: never (default: 0)
+      early_stopping_patience : end after n measurements without a lower loss; 0: never (default: 0)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
-    eval_every: Count = 0  # steps between measurements of the held-out loss; 0: at the end
+    eval_every: Count = 0  # steps between measurements of the held-out loss; 0: only at the end
     load_best_model_at_end: bool = False  # take the weights with the lowest held-out loss
-    early_stopping_patience: Count = 0  # measurements without a lower loss that end it; 0: never
+    early_stopping_patience: Count = 0  # end after n measurements without a lower loss; 0: never
 
     def __post_init__(self):
         super().__post_init__()
@@ -403,16 +403,16 @@ SAVE_AFTER = 600   # seconds
 
 @patch
 def steps(self: Trainer):
-    "Numbers of the remaining steps, counted from 1."
+    "Yield the numbers of the remaining steps, counted from 1."
     state = self.run.load()
     if state: self.restore(state)
     self.run.config.update(steps=self.total, shown=self.shown)
     self.run.write('config.json', self.run.config)
     self.progress = Progress(self.run.folder.name, self.total)
-    saved = self.run.began   # with what came before the first step
+    saved = self.run.began   # includes the time before the first step
     for step in range(self.step + 1, self.total + 1):
         if self.ends_early():
-            self.progress.total = self.step   # the line's last
+            self.progress.total = self.step   # so that this line is the last
             self.progress(self.step)
             tell(f'ended after step {self.step} of {self.total}: the held-out loss falls no more')
             break
@@ -433,7 +433,7 @@ def steps(self: Trainer):
 # %% ../../nbs/train/trainer.ipynb #05a96cc5
 @patch
 def keep(self: Trainer, policy: Policy):
-    "Save the policy as model-<step>, where the setting `save_every` asks for it."
+    "Save the policy as model-<step>, if the setting `save_every` asks for it."
     every = self.cfg.save_every
     if every and self.step % every == 0: save_model(policy, self.run, f'model-{self.step}')
 
@@ -449,16 +449,16 @@ def log(self: Trainer, **figures):
 def in_chunks(
     run,
     items: list,
-    size: int,   # of a chunk, after which a checkpoint is written
+    size: int,   # size of a chunk, after which a checkpoint is written
     make,        # some items -> rows
-    figures,     # rows -> what is logged of them
+    figures,     # rows -> figures for the log
 ) -> list[dict]:
     """Make the rows of all items, `size` items at a time, and keep them in `checkpoint/rows.jsonl`.
 
     Parameters:
-      size : of a chunk, after which a checkpoint is written
+      size : size of a chunk, after which a checkpoint is written
       make : some items -> rows
-      figures : rows -> what is logged of them
+      figures : rows -> figures for the log
     """
     file = run.path('checkpoint/rows.jsonl')
     state = run.load() or dict(step=0, size=0)

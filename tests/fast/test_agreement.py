@@ -97,7 +97,7 @@ def test_a_missing_verdict_is_counted_and_left_out(capsys):
     missing = np.isnan(judged['s', 'shaky'].preferences).sum()
     assert row['shaky'].n_unanswered == missing > 0
     assert row['nearly'].n_unanswered == 98
-    assert 'nearly: no verdict on 98 of 100' in capsys.readouterr().out
+    assert 'nearly: no label on 98 of 100' in capsys.readouterr().out
     assert row['shaky']['first'] == 1
     assert row['shaky'].consistency == 0
     assert not math.isnan(row['nearly'].accuracy)

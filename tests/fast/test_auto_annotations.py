@@ -84,7 +84,7 @@ def test_the_leaderboard_keeps_all_805(server, tmp_path, capsys):
     assert 'not comparable' in said
     board = alpaca_leaderboard(path, reference_outputs=reference[:-2])
     assert board.n_total.item() == 803     # as AlpacaEval counts it
-    assert 'baseline has no answer to 2 of 805 instructions' in capsys.readouterr().out
+    assert 'baseline has no answer to 2 of 805 requests' in capsys.readouterr().out
     with pytest.raises(ValueError, match='one of each'):
         alpaca_leaderboard(path, reference_outputs=reference[:600])
 

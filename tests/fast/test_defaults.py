@@ -130,7 +130,7 @@ def test_settings_have_numbers_as_soon_as_they_are_made(base, tmp_path, capsys):
         from_args(DPOConfig, ['--help'])
     said = ' '.join(capsys.readouterr().out.split())
     assert '(default: by size, 0.0003 for a toy,' in said
-    assert '25 steps; lengths fit 95 % of' in said
+    assert 'has 25 steps. Limits of lengths fit 95 % of' in said
 
 
 def test_a_model_of_the_hub_is_counted_before_its_rate_is_taken(base, tmp_path, hub, monkeypatch):
@@ -253,12 +253,12 @@ WELL = dict(same_tokens=1, loss=.69, val_loss=.69, nll_before=2., nll=1.9, chose
     (dict(loss=float('nan')), 'not a number'), (dict(loss=5.), 'has doubled'),
     (dict(val_loss=.8), 'a tenth above'), (dict(nll=4.95), 'from 2.00 to 4.95'),
     (dict(val_loss=.7, val_loss_before=.6), 'a tenth above'),
-    (dict(stuck=.9), '90% of the weights'),
+    (dict(stuck=.9), '90 % of the weights'),
     (dict(chosen=-19.5), 'over 10 nats'), (dict(rejected=-18.1), 'over 10 nats'),
     (dict(kl=-.5, kl_standard_error=.1), 'below zero'), (dict(kl=18.5), 'over 15 nats'),
     (dict(clip_fraction=.4), 'clipped'), (dict(reward_std=0.), 'the same reward'),
     (dict(frac_reward_zero_std=1.), 'no update'), (dict(entropy=.01), 'collapsed'),
-    (dict(ended=.06), 'raise max_new_tokens'), (dict(accuracy_low=.45), '70% [45%, 80%]'),
+    (dict(ended=.06), 'raise max_new_tokens'), (dict(accuracy_low=.45), '70 % [45 %, 80 %]'),
     (few_steps(SimpleNamespace(batch_size=4, epochs=3), 9), 'only 9 optimiser steps: it takes'),
     (few_steps(SimpleNamespace(batch_size=8, epochs=3), 9), 'only 9 optimiser steps: lower batch')])
 def test_each_sign_of_trouble_is_told_once_and_only_then(later, warning, capsys):

@@ -340,7 +340,7 @@ def test_a_question_of_a_task_is_a_judge():
     assert judge.name == 'outline'
     assert 'Which outline is better' in judge.template
     assert '{question}' not in judge.template
-    with pytest.raises(ValueError, match='this is no annotator'):
+    with pytest.raises(ValueError, match='this is no judge'):
         check_annotators('annotators', f'{own}/nothing')
     with pytest.raises(ValueError, match='has no question'):
         load_evaluators('question')

@@ -56,8 +56,8 @@ def test_no_verdict_is_no_tie_and_no_loss(capsys):
     methods = dict(reference=REFERENCES, mine=answers(lambda i: 'o'*(2*i + 1)))
     judged = judge_all(methods, REFERENCES,
                           dict(shy=silent_on_three, pool=Undecided(), bold=longest))
-    notes = [line for line in capsys.readouterr().out.splitlines() if 'no verdict' in line]
-    assert notes == [f'mine under {name}: no verdict on 3 of 12 requests (25.0%)'
+    notes = [line for line in capsys.readouterr().out.splitlines() if 'no label' in line]
+    assert notes == [f'mine under {name}: no label on 3 of 12 requests (25.0 %)'
                      for name in ('shy', 'pool')]
     shy, pool, bold = (judged[name] for name in ('shy', 'pool', 'bold'))
     for found in (shy.expected, pool.expected, pool.votes):

@@ -368,14 +368,14 @@ def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkey
     shutil.copytree(base/'sft'/'model', elsewhere/'mine')
     monkeypatch.setattr(build, 'build', lambda *_, **__: None)
     given = dict(policy='mine', preferences=str(base/'annotators'))
-    with pytest.raises(ValueError, match='^data: name yours, or the default itself .-p data runs'):
+    with pytest.raises(ValueError, match='^data: the default is of the embedded world.*the default itself .-p data runs'):
         build.ensure_inputs(way(DPOConfig, given))
     named = 'runs/world'
     if way is by_cell:   # which repeats the defaults, so that one is named by another spelling
         named = './runs/world'
     build.ensure_inputs(way(DPOConfig, given | dict(data=named)))
     given = dict(policy='mine', data=str(base/'world'))
-    with pytest.raises(ValueError, match='^reward_model: name yours'):
+    with pytest.raises(ValueError, match='^reward_model: the default is of the embedded world'):
         build.ensure_inputs(way(BestOfNConfig, given))
     build.ensure_inputs(way(BestOfNConfig, given | dict(reward_model='')))
 

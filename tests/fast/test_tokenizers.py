@@ -483,7 +483,7 @@ def test_an_end_of_turn_that_is_written_out_is_the_end(family, capsys):
     assert others == [plain, plain]
     assert end in decode(within, tokenizer)
     said = capsys.readouterr().out
-    assert said == '2 answers have an end of turn written out: it is read as one\n'
+    assert said == '2 answers have an end of turn written out: it is read as the end\n'
 
 
 def test_positions_that_begin_behind_padding_are_no_tokens():

@@ -355,7 +355,7 @@ GOOD = dict(prompt_template='p.txt', completions_kwargs=dict(model_name='m', max
 @pytest.mark.parametrize('wrong, message', [
     (dict(batch_size=2), '2 times'), (parser(pattern='a'), 'argument'),
     (dict(prompt_template='q.txt'), 'q.txt does not exist'),
-    (parser('logprob_parser', numerator_token='m', denominator_tokens=[1]), 'a list of them'),
+    (parser('logprob_parser', numerator_token='m', denominator_tokens=[1]), 'a list of tokens'),
     (parser('json_parser', key='k', values=dict(a=3)), 'from 1 to 2'),
     (parser('pipeline_meta_parser', parsers_to_kwargs=dict(a=1)), 'completion_parser_kwargs'),
     (dict(completions_kwargs='m'), 'completions_kwargs'),

@@ -73,7 +73,7 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     assert measure('ca', [2., 2.]) == (100., 2)
     assert seen == [('base a', 'new a'), ('base c', 'new c')]
     assert measure('abc', [2., None, 2.]) == (100., 2)
-    with pytest.raises(ValueError, match='no verdict'):
+    with pytest.raises(ValueError, match='no label'):
         measure('abc', [None]*3)
 
 

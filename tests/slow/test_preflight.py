@@ -97,4 +97,4 @@ def test_what_cannot_be_saved_is_refused_before_training(refused, monkeypatch, n
     import transformers
     def cannot(*_, **__): raise TypeError('a set is not JSON serializable')
     monkeypatch.setattr(getattr(transformers, part), 'save_pretrained', cannot)
-    refused(name, 'what is trained from it could not be saved .*not JSON')
+    refused(name, 'a model trained from it could not be saved .*not JSON')
