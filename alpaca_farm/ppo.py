@@ -30,9 +30,9 @@ from .run.processes import rank
 from .run.runs import makes_run, Run
 from .run.settings import Amount, by_size, Positive, Reads, resolve, Rows, Scale
 from .run.settings import Schedule, Share
-from .train.answers import load_split
+from .train.answers import fitting_prompts, load_splits
 from .train.online import CheckpointSelector, finish_policy, in_micro_batches
-from .train.online import load_prompts, OnlineConfig, prompt_indices, rollout_scores
+from .train.online import OnlineConfig, prompt_indices, rollout_scores
 from .train.online import sample_rollout
 from .train.preflight import preflight, settle
 from .train.trainer import step_seed, Trainer
@@ -470,16 +470,16 @@ def train(cfg: PPOConfig, run: Run):
     "Train with PPO; leaves model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
     from alpaca_farm.annotators import annotate_pairs
     from alpaca_farm.judging.judges import load_annotators
-    preflight(cfg, cfg.splits)
+    splits = load_splits(cfg, *cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, policy.tokenizer, load_split(cfg, 'split'), sampled=True)
+    settle(run, policy.tokenizer, splits[0], answered=splits[1:], sampled=True)
     reference = load_reference(policy, cfg)
     value = value_model(cfg, policy)
     reward_of = reward_beside(policy, value, cfg)
-    records, prompts, too_long = load_prompts(cfg, policy.tokenizer)
-    preflight(cfg, cfg.splits, policy, judge, reward_of)
+    records, prompts = fitting_prompts(splits[0], policy.tokenizer, cfg)
+    preflight(cfg, splits, policy, judge, reward_of)
     annotate = judge and partial(annotate_pairs, pool=judge)
     choose = CheckpointSelector(reference, cfg, annotate)
     models = dict(policy=policy)
@@ -501,4 +501,4 @@ def train(cfg: PPOConfig, run: Run):
         figures |= _ppo_update(trainer, policy, value, batch, cfg)
         figures |= choose(trainer, policy)
         trainer.log(**figures)
-    return finish_policy(run, trainer, reference, too_long)
+    return finish_policy(run, trainer, reference, len(splits[0]) - len(records))
