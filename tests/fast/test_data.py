@@ -597,7 +597,6 @@ TOLD = [   # a kind of record, rows, and what is said when they are read or look
     ('preference', dict(P, messages=DONE[:1]), '`instruction`'),
     ('preference', ZERO, 'labels are 0, 1,'),
     ('preference', dict(VOTED, winner='model_a', turn=3), 'turn is 3'),
-    ('preference', dict(P, preference='A', overall_preference=3), '`overall_preference`'),
     ('preference', BREAK, '1 of 2 rows say what another one says'),
     ('preference', dict(system='Be kind.', question='Why?', chosen='x', rejected='y'),
      'prompt=question'),
@@ -613,11 +612,7 @@ TOLD = [   # a kind of record, rows, and what is said when they are read or look
      '`instruction` beside the prompt'),
     ('preference', [dict(PAIRS[0], output_2='a')]*3, '3 pairs have two equal answers')]
 TOLD = [(*row, '') for row in TOLD] + [   # and how columns were chosen
-    ('preference', dict(P, question='How?'), "'question'", 'instruction=question'),
-    ('candidates', dict(instruction='Why?', output=['a', 'b'], rank=[1, 2]), 'ranks',
-     'scores=rank'),
-    ('candidates', dict(instruction='Why?', output=['a', 'b', 'c'], place=[1, 3, 2]), 'ranks',
-     'scores=place')]
+    ('preference', dict(P, question='How?'), "'question'", 'instruction=question')]
 
 
 def said_of(path, kind, columns):
