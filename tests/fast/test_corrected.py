@@ -22,6 +22,7 @@ from alpaca_farm.judging.measures import people_votes
 from alpaca_farm.judging.pools import preferences_over
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
+from published import llmbar_verdicts, pandalm_verdicts
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 
@@ -443,15 +444,13 @@ def test_a_draw_is_random_and_says_so(to_draw, tmp_path, strata):
 
 # people's labels of public data
 
-PUBLIC = dict(pandalm=('testset-v1.json', 'gpt-3.5-turbo-testset-v1.json', ''),
-              llmbar=('LLMBar_*.json', 'judge_verdicts.csv', 'GPT-4 Metrics_Reference'))
-
-
-def public(name):
+def public(name, folder):
     "A judge's preferences of labelled pairs in all orders that it has, and people's mean votes."
-    labelled, verdicts, judge = PUBLIC[name]
-    sets = load_sets([f'{DATA}/{name}/{labelled}'])
-    found, = recorded_verdicts(f'{DATA}/{name}/{verdicts}', judge, sets).values()
+    sets = load_sets([f'{DATA}/{name}/{dict(pandalm="testset-v1", llmbar="LLMBar_*")[name]}.json'])
+    if name == 'pandalm': found = pandalm_verdicts(DATA/name)
+    else:
+        file = llmbar_verdicts(DATA/name, 'Metrics_Reference', folder)
+        found, = recorded_verdicts(file, 'GPT-4 *', sets).values()
     pairs, = sets.values()
     return found.preferences[0, found.shown.any(1)].mean(0), np.nanmean(people_votes(pairs), 0)
 
@@ -471,9 +470,9 @@ WORTH = dict(pandalm=1.44, llmbar=1.85, alpaca_eval=1)   # of a label, in labels
 @pytest.mark.skipif(not (DATA/'pandalm').exists(), reason='no public labels')
 @pytest.mark.parametrize('n', [50, 100])
 @pytest.mark.parametrize('data', WORTH)
-def test_labels_of_public_data_are_recovered_from_a_part(data, n):
+def test_labels_of_public_data_are_recovered_from_a_part(tmp_path, data, n):
     "A judge's rate corrected by a part of the labels is that of all of them, 500 draws."
-    judge, people = alpaca_eval() if data == 'alpaca_eval' else public(data)
+    judge, people = alpaca_eval() if data == 'alpaca_eval' else public(data, tmp_path)
     known = ~np.isnan(judge + people)
     f = judge[known] - 1
     y = people[known] - 1
