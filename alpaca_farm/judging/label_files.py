@@ -41,7 +41,7 @@ def _read_number(row, name, where):
         raise ValueError(f'{at} is {row[name]!r:.60}, not a number') from None
 
 # %% ../../nbs/judging/label_files.ipynb #4aa4ae97
-_NAMES = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
+_NAMES = 'generator_1', 'generator_2', 'idx', 'drawn'
 _KEPT = *PAIR_FIELDS, 'messages', *ENDED, *SYSTEM, *_NAMES
 
 

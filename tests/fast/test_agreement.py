@@ -313,7 +313,7 @@ WRONG = dict(   # by what is read: good rows, and values of their fields that ar
         (PAIR | dict(preference=1), dict(
             output_1=[1], input=5, idx=[1], preference=[], annotator={}, instruction=None,
             generator_1=[2])),
-        (VOTED, dict(votes=[1], output_2=3, stratum=[1])),
+        (VOTED, dict(votes=[1], output_2=3)),
         (GOLD, dict(input=1, label=[], output_1=None)),
         (PANDA, dict(idx=[1], response1=7, annotator1={}, instruction=5, input=[1]))],
     recorded=[(PAIR | dict(preference=1), dict(output_1=[1], input=5, preference=[]))],
