@@ -22,8 +22,8 @@ from .judging.stats import mean_figures
 from .model.functional import gae, has_spread, kl_estimate, KL_KINDS, masked_mean
 from .model.functional import masked_var, masked_whiten, try_function
 from .model.loading import load_tokenizer
-from .model.logprobs import answer_states, load_policy, load_reference, load_scalar
-from .model.logprobs import logprobs, scalar_on, values, zero_head
+from .model.logprobs import load_policy, load_reference, load_scalar, logprobs
+from .model.logprobs import scalar_on, values
 from .model.policy import Policy
 from .model.rewards import reward
 from .run.processes import rank
@@ -198,8 +198,6 @@ class PPOConfig(OnlineConfig):
       lam : lambda of GAE (default: 1.0)
       whiten_rewards : scale each step's rewards to variance 1 (default: False)
       whiten_advantages : scale each step's advantages to mean 0 and variance 1 (default: True)
-      shared_value : a value head on the policy's own trunk instead of a value model (default:
-        False)
       value_learning_rate : peak learning rate of the value model (default: by size, 0.001 for a
         toy, 1e-05 for a large model)
       learning_rate : peak learning rate of the policy (default: by size, 0.0005 for a toy, 1e-06
@@ -237,7 +235,6 @@ class PPOConfig(OnlineConfig):
     lam: Share = 1.0                       # lambda of GAE
     whiten_rewards: bool = False           # scale each step's rewards to variance 1
     whiten_advantages: bool = True         # scale each step's advantages to mean 0 and variance 1
-    shared_value: bool = False  # a value head on the policy's own trunk instead of a value model
     value_learning_rate: Amount = by_size(1e-3, 1e-5)  # peak learning rate of the value model
     learning_rate: Amount = by_size(5e-4, 1e-6)  # peak learning rate of the policy
     lr_schedule: Schedule = 'constant'     # how the learning rate falls
@@ -278,7 +275,6 @@ def _try_advantage(cfg: PPOConfig):
 def value_model(cfg: PPOConfig, policy: Policy) -> Policy | None:
     "Make the value model of the settings; None where the advantage needs none."
     if not advantage_of(cfg).value_model: return None
-    if cfg.shared_value: return replace(policy, score=zero_head(policy), lent=True)
     spec = cfg.rewards[0]
     keep = ':' not in spec
     if keep and load_tokenizer(spec).get_vocab() != load_tokenizer(cfg.policy).get_vocab():
@@ -305,7 +301,7 @@ def reward_beside(
     """
     spec = cfg.rewards[0]
     scorer = None if ':' in spec else scalar_on(policy, 'reward', spec, cfg)
-    if scorer is None and value and value.adapter and not cfg.shared_value:   # without its adapter
+    if scorer is None and value and value.adapter:   # without its adapter
         scorer = replace(value, adapter='', score=copy.deepcopy(value.score))
     if scorer is None: return reward(cfg.reward_model, cfg, cfg.template)
     scorer.tokenizer = load_tokenizer(spec, scorer.model)
@@ -326,10 +322,9 @@ def evaluate(
     Returns: (B, T) each
     """
     def both(part):
-        states = answer_states(policy, part) if cfg.shared_value else None
         logp = part.get('old_logp')
-        if logp is None: logp = logprobs(policy, part, cfg.temperature, states)
-        found = values(value, part, states) if value else torch.zeros_like(logp)
+        if logp is None: logp = logprobs(policy, part, cfg.temperature)
+        found = values(value, part) if value else torch.zeros_like(logp)
         return torch.stack([logp, found], -1)
     return in_micro_batches(both, policy, batch).unbind(-1)
 
@@ -419,8 +414,7 @@ def ppo_loss(
       batch : of `experience`
     Returns: (B, T) each
     """
-    states = answer_states(policy, batch) if cfg.shared_value else None   # for both heads
-    logp = logprobs(policy, batch, cfg.temperature, states)
+    logp = logprobs(policy, batch, cfg.temperature)
     old_logp = batch['old_logp']
     loss = ppo_policy_loss(logp, old_logp, batch['advantages'], cfg.clip)
     ratio = (logp - old_logp).exp()
@@ -428,7 +422,7 @@ def ppo_loss(
                    clip_fraction=((ratio - 1).abs() > cfg.clip).float(),
                    approx_kl=kl_estimate(old_logp, logp, 'k3'))
     if not value: return figures
-    new = values(value, batch, states)
+    new = values(value, batch)
     old = batch['old_values']
     value_loss = ppo_value_loss(new, old, batch['returns'], cfg.value_clip)
     clipped = (new - old).abs() > cfg.value_clip

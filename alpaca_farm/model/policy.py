@@ -67,7 +67,6 @@ class Policy:
     layers: list = field(default_factory=list)  # with adapters, shared by all on these weights
     base: str = ''                    # folder or name of the model underneath
     base_hash: str = ''               # of its weights, as they were read
-    lent: bool = False                # whether only the head is its own
     mean: float = 0.                  # of the scores whose units its values are in
     std: float = 1.                   # of these scores
     config: object = None             # of a scalar model on the weights of another
@@ -161,7 +160,7 @@ def add_adapter(
 # %% ../../nbs/model/policy.ipynb #ada00013
 def own_weights(policy: Policy) -> dict[str, torch.nn.Parameter]:
     "An adapter, a head and new tokens by name; without an adapter, all that is trained."
-    named = {} if policy.lent else dict(policy.model.named_parameters())
+    named = dict(policy.model.named_parameters())
     if policy.score is not None: named['score.weight'] = policy.score.weight
     if policy.adapter is None: return {n: p for n, p in named.items() if p.requires_grad}
     own = {}
