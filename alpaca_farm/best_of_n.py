@@ -239,7 +239,7 @@ def run(cfg: BestOfNConfig, run: Run):
     elif not cfg.samples:
         policy = load_policy(cfg.policy, cfg)
         settle(run, policy.tokenizer, asked, sampled=True)
-        preflight(cfg, ('split',), policy, reward=rewards)
+        preflight(cfg, [asked], policy, reward=rewards)
         fit, _ = fitting_prompts(asked, policy.tokenizer, cfg)
         if cfg.reference: reference = _comparable(policy, run)
 

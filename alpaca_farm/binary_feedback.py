@@ -30,7 +30,7 @@ from .run.runs import makes_run, read_log, Run
 from .run.settings import Amount, by_size, Count, Judge, Named, Pairs, Positive, Reads
 from .run.settings import Schedule, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, answering, load_split
-from .train.answers import prompt_fields, sample_answers
+from .train.answers import load_splits, prompt_fields, sample_answers
 from .train.labelled import answer_labels, hold_out
 from .train.preflight import preflight, settle
 from .train.trainer import batches, example_lengths, token_batch, Trainer
@@ -238,7 +238,7 @@ def train(cfg: BinaryFeedbackConfig, run: Run):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json and summary.json."
     from alpaca_farm.judging.judges import load_annotators
     rated, held_out, labels = _load_feedback(cfg)
-    preflight(cfg, ('val_split', 'eval_split'))
+    asked = load_splits(cfg, 'val_split', 'eval_split')
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     plain = load_policy(cfg.policy, cfg, train=True)
     tokens = {}
@@ -246,8 +246,8 @@ def train(cfg: BinaryFeedbackConfig, run: Run):
     if cfg.method == 'reward_conditioning': tokens, policies = _reward_tokens(plain, cfg)
     policy = policies.get(GOOD, plain)
     tokenizer = plain.tokenizer
-    settle(run, tokenizer, rated)
-    preflight(cfg, ('val_split', 'eval_split'), policy, cfg.val_split and judge)
+    settle(run, tokenizer, rated, answered=asked)
+    preflight(cfg, asked, policy, cfg.val_split and judge)
 
     def under(names, prompts):   # prompts behind the tokens of these names, if there are any
         if not tokens: return prompts

@@ -22,7 +22,7 @@ from .run.processes import gather_all
 from .run.runs import makes_run, read_log, Run
 from .run.settings import Amount, by_size, Count, Named, Pairs, Positive, Reads, Rows
 from .run.settings import resolve, Scale, Schedule, Share, SizedModel
-from .train.answers import answer_eval_split, AnswerConfig
+from .train.answers import answer_eval_split, AnswerConfig, load_splits
 from .train.labelled import hold_out, LabelledAnswers, read_labels
 from .train.preflight import preflight, settle
 from .train.trainer import HeldOutConfig, Trainer
@@ -305,10 +305,11 @@ def train(cfg: DPOConfig, run: Run):
     "Optimise a policy on preferences; writes model/, outputs.json, log.jsonl, summary.json."
     records, *labels = read_labels(cfg)
     learned, apart = hold_out(records, cfg.held_out, cfg.seed)
-    preflight(cfg, ('eval_split',))
+    asked = load_splits(cfg, 'eval_split')
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, policy.tokenizer, [records[i] for i in learned], [records[i] for i in apart])
-    preflight(cfg, ('eval_split',), policy)
+    settle(run, policy.tokenizer, [records[i] for i in learned], [records[i] for i in apart],
+           answered=asked)
+    preflight(cfg, asked, policy)
     data = LabelledAnswers(cfg, policy.tokenizer, records, *labels)
     trainer = Trainer(run, len(data.order), dict(policy=policy))
     data.add_reference(policy, run)   # before a checkpoint is read

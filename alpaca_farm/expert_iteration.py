@@ -23,9 +23,9 @@ from .run.progress import tell
 from .run.runs import makes_run, Run
 from .run.settings import Amount, by_size, Count, HardwareConfig, Named, Positive
 from .run.settings import Reads, Scale, SizedModel, TrainConfig
-from .train.answers import answer_eval_split, AnswerConfig, load_split, sample_answers
-from .train.answers import SampleConfig
-from .train.preflight import preflight, settle
+from .train.answers import answer_eval_split, AnswerConfig, load_split, load_splits
+from .train.answers import sample_answers, SampleConfig
+from .train.preflight import settle
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
@@ -129,8 +129,7 @@ def _stages(cfg) -> tuple: return STAGES
 @makes_run(ExpertIterationConfig, reads=_stages)
 def train(cfg: ExpertIterationConfig, run: Run):
     "Repeat best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json."
-    preflight(cfg, ('split', 'val_split', 'eval_split'))
-    asked = load_split(cfg, 'split')
+    asked, *answered = load_splits(cfg, 'split', 'val_split', 'eval_split')
     each = len(asked)//cfg.rounds
     if not each: raise ValueError(f'rounds = {cfg.rounds}: {cfg.data}, {cfg.split} has '
                                   f'{len(asked)} requests')
@@ -138,7 +137,7 @@ def train(cfg: ExpertIterationConfig, run: Run):
         cfg.max_instances = each
         tell(f'max_instances {each}: {len(asked)} requests in {cfg.rounds} rounds')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    settle(run, tokenizer, asked[:cfg.max_instances], sampled=True)
+    settle(run, tokenizer, asked[:cfg.max_instances], answered=answered, sampled=True)
     run.load()
     run.config['steps'] = cfg.rounds
     run.write('config.json', run.config)

@@ -9,24 +9,24 @@ __all__ = ['LabellingConfig', 'pairs_to_label', 'LabellingQueue', 'person_labels
 # %% ../nbs/labelling.ipynb #eb8df76c
 import html, json, time
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 
 from .ask.store import request_key, Store
 from .data.dialogues import prompt_key, prompt_text
-from .data.pairs import common_prompts, hash_uniform, is_preference, match_prompts
+from .data.pairs import common_prompts, hash_uniform, match_prompts
 from .data.pairs import pair_identity
 from .data.records import load_records
 from .judging.duels import check_drawn, Design, duel_records, Duels, explain_duels
 from .judging.duels import hold_duels, number_answers, pair_table
 from .judging.judges import load_pairs, read_recorded, RecordedLabels
-from .judging.stats import FEWEST_LABELS, wilson
+from .judging.stats import wilson
 from .run.files import digest
 from .run.paths import at_root
 from .run.runs import ensure_inputs, start, write_csv
 from .run.settings import ASIDE, command, Config, Count, Labels, Named, Positive, Reads
-from .run.settings import Share
+
 
 # %% ../nbs/labelling.ipynb #ab425f7a
 @dataclass
@@ -44,12 +44,9 @@ class LabellingConfig(Config):
       labels : votes on methods that were given elsewhere: a file (default: )
       columns : columns of yours: our name, equals sign, your name (default: )
       draw : label the pairs of so many requests, drawn at random; 0: all (default: 0)
-      strata : draw within groups of pairs: by the longer answer, or by a judge's verdict (default:
-        )
       store : where labels are stored, together with answers of judges (default:
         runs/answers.sqlite)
       person : name of the person labelling; empty: use the labels so far (default: )
-      repeat : share of the pairs that are shown again, swapped (default: 0.1)
       max_instances : use only the first n pairs; 0: all (default: 0)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
@@ -65,13 +62,9 @@ class LabellingConfig(Config):
     labels: Labels = ''                 # votes on methods that were given elsewhere: a file
     columns: str = ''                   # columns of yours: our name, equals sign, your name
     draw: Count = 0                     # label the pairs of so many requests, drawn at random; 0: all
-    # draw within groups of pairs: by the longer answer, or by a judge's verdict
-    strata: Literal['', 'length', 'verdict'] = ''
     # where labels are stored, together with answers of judges
     store: Annotated[str, ASIDE] = 'runs/answers.sqlite'
     person: str = ''  # name of the person labelling; empty: use the labels so far
-    # share of the pairs that are shown again, swapped
-    repeat: Annotated[Share, ASIDE] = 0.1
     max_instances: Count = 0            # use only the first n pairs; 0: all
 
     def __post_init__(self):
@@ -82,9 +75,9 @@ class LabellingConfig(Config):
         self.outputs = self.methods[0]   # which is read in any case
         if len(set(self.methods)) < len(self.methods) or len(self.methods) == 1:
             raise ValueError(f'methods = {self.methods}: name two or more, each once')
-        if self.against or self.draw or self.strata:
-            raise ValueError('methods: duels draw their pairs themselves; leave out against, draw '
-                             'and strata')
+        if self.against or self.draw:
+            raise ValueError('methods: duels draw their pairs themselves; leave out against and '
+                             'draw')
         if self.budget < len(self.methods):
             raise ValueError(f'budget = {self.budget}: {len(self.methods)} methods take as many '
                              'votes at least, and ten times as many to learn something')
@@ -111,42 +104,24 @@ def _label_request(
                 input=pair.get('input') or '', output_1=pair[first], output_2=pair[second])
 
 # %% ../nbs/labelling.ipynb #98ed1983
-def _side(pair, cfg):
-    "Find the group of a pair: 1 if its second answer is longer, or a judge's choice, -1 or 0."
-    if not cfg.strata: return 0
-    if cfg.strata == 'length': return int(np.sign(len(pair['output_2']) - len(pair['output_1'])))
-    if is_preference(pair.get('preference')): return int(np.sign(pair['preference'] - 1.5))
-    raise ValueError(f'strata = verdict: a pair of {cfg.outputs} has no verdict of a judge: '
-                     'name a run of annotators')
-
-
 def pairs_to_label(cfg) -> list[dict]:
-    "Load the pairs that the settings name; those drawn have `drawn` and `stratum` (-1, 0, 1)."
+    "Load the pairs that the settings name; those drawn have `drawn` = random."
     pairs = load_pairs(cfg)
     if not cfg.draw: return pairs
     def place(pair): return hash_uniform(cfg.seed, 'draw', *prompt_key(pair))
-    pairs = [p for p in pairs if p['output_1'] != p['output_2']]   # which need no label
-    prompts = {prompt_key(p) for p in pairs}
-    if cfg.strata and len(prompts) < len(pairs):
-        raise ValueError(f'strata = {cfg.strata}: a request has several pairs. Draw without')
-    strata = {}   # by side, then by request, in random order
+    by_prompt = {}   # in random order
     for p in sorted(pairs, key=place):
-        strata.setdefault(_side(p, cfg), {}).setdefault(prompt_key(p), []).append(p)
-    fewest = FEWEST_LABELS if cfg.strata else 0
-    drawn = []
-    for side, groups in strata.items():
-        n = max(round(cfg.draw * len(groups) / len(prompts)), fewest)
-        for p in sum(list(groups.values())[:n], []):
-            drawn.append(dict(p, drawn=cfg.strata or 'random', stratum=side))
-    return sorted(drawn, key=place)
+        if p['output_1'] == p['output_2']: continue   # which needs no label
+        by_prompt.setdefault(prompt_key(p), []).append(dict(p, drawn='random'))
+    return sum(list(by_prompt.values())[:cfg.draw], [])
 
 # %% ../nbs/labelling.ipynb #b7b70fb8
 def _person_answers(
     store: Store,
     pairs: list[dict],
     person: str,
-) -> list[list[dict]]:  # for each pair up to two answers with `swapped`, the earlier first
-    "Find a person's last answers about pairs, in either order; none after an undo."
+) -> list[dict | None]:  # with `swapped`
+    "Find a person's answer about each pair, the first if there are two orders; None after an undo."
     rows = store.run("""select request, answer, seconds from requests join answers using (key)
                         where request like '{"kind": "label"%'
                         order by coalesce(json_extract(answer, '$.made'), 0), at""")
@@ -161,13 +136,10 @@ def _person_answers(
             shown = tuple(_label_request(pair, person, swapped).values())
             answer = last.get(shown)
             if answer and not answer['undone']: both.append(dict(answer, swapped=swapped))
-        given.append(sorted(both, key=lambda answer: answer['made']))
+        given.append(min(both, key=lambda answer: answer['made'], default=None))
     return given
 
 # %% ../nbs/labelling.ipynb #cd8e0528
-_REPEAT_AFTER = 10  # pairs between the two times that a pair is shown
-
-
 class LabellingQueue:
     "The pairs that a person is to label; its length is the number still to come."
     def __init__(self,
@@ -175,7 +147,6 @@ class LabellingQueue:
         store: Store,
         person: str,
         seed: int = 0,
-        repeat: float = 0.,  # share of the pairs that are shown again
     ):
         self.pairs = [p for p in pairs if p['output_1'] != p['output_2']]
         self.store = store
@@ -184,26 +155,16 @@ class LabellingQueue:
         if not self.person:
             raise ValueError("person = '': give your name, the same one each time")
         self.answers = _person_answers(store, self.pairs, self.person)
-        self.showings = []
-        for i, pair in enumerate(self.pairs):
-            coin = hash_uniform(seed, 'again', self.person, *pair_identity(pair))
-            self.showings += [(i, 0), (i, 1)] if coin < repeat else [(i, 0)]
-        self.showings.sort(key=lambda showing: showing[0] + _REPEAT_AFTER * showing[1])
 
-    def remaining(self) -> list[tuple[int, int]]:
-        "List the pairs still to be shown, for the first (0) or the second (1) time, in order."
-        left = []
-        for i, again in self.showings:
-            skipped = any(answer['preference'] is None for answer in self.answers[i])
-            if len(self.answers[i]) <= again and not skipped: left.append((i, again))
-        return left
+    def remaining(self) -> list[int]:
+        "List the pairs still to be shown, in order."
+        return [i for i, answer in enumerate(self.answers) if not answer]
 
     def __len__(self) -> int: return len(self.remaining())
 
     def next_pair(self) -> tuple[int, bool] | None:
         "Give the next pair, and whether its second output is shown first; None after the last."
-        for i, again in self.remaining():
-            if again: return i, not self.answers[i][0]['swapped']
+        for i in self.remaining():
             return i, _person_sees_swapped(self.pairs[i], self.person, self.seed)
 
     def record_label(self,
@@ -227,15 +188,14 @@ class LabellingQueue:
         while self.store.get([request_key(request, number)]): number += 1
         answer = dict(preference=preference, made=len(self.store) + 1, undone=undone)
         self.store.put(request_key(request, number), request, answer, round(seconds, 2))
-        given = [a for a in self.answers[i] if a['swapped'] != swapped]
-        if not undone: given.append(dict(answer, swapped=swapped, seconds=seconds))
-        self.answers[i] = given
+        self.answers[i] = None
+        if not undone: self.answers[i] = dict(answer, swapped=swapped, seconds=seconds)
 
     def undo_label(self) -> bool:
         "Undo the last answer, also one of an earlier session; False when there is none."
         made = {}
-        for i, given in enumerate(self.answers):
-            for answer in given: made[answer['made']] = i, answer['swapped']
+        for i, answer in enumerate(self.answers):
+            if answer: made[answer['made']] = i, answer['swapped']
         if made: self.record_label(*made[max(made)], None, undone=True)
         return bool(made)
 
@@ -252,34 +212,30 @@ def person_labels(
     store: Store,
     pairs: list[dict],
     person: str,
-) -> list[dict]:  # with preference, annotator, time (seconds), shown_first (1, 2), maybe again
+) -> list[dict]:  # with preference, annotator, time (seconds), shown_first (1, 2)
     """Read the labels that a person has given, as preference records; leave out skipped pairs.
 
-    Returns: with preference, annotator, time (seconds), shown_first (1, 2), maybe again
+    Returns: with preference, annotator, time (seconds), shown_first (1, 2)
     """
     rows = []
-    for pair, answers in zip(pairs, _person_answers(store, pairs, person)):
-        if not answers or not answers[0]['preference']: continue
+    for pair, answer in zip(pairs, _person_answers(store, pairs, person)):
+        if not answer or not answer['preference']: continue
         row = {k: v for k, v in pair.items() if k not in _VERDICT_FIELDS}
-        row |= dict(preference=_own_order(answers[0]), annotator=person,
-                    time=answers[0]['seconds'], shown_first=1 + answers[0]['swapped'])
-        for second in answers[1:]:
-            if second['preference']: row['again'] = _own_order(second)
-        rows.append(row)
+        rows.append(row | dict(
+            preference=_own_order(answer), annotator=person, time=answer['seconds'],
+            shown_first=1 + answer['swapped']))
     return rows
 
 
 def _person_summary(
     rows: list[dict],  # labels of one person, from `person_labels`
-) -> dict:  # labels, ties, seconds, first, self_agreement; None without data
-    "Summarise a person's labels; `first` and `self_agreement` are shares with intervals."
-    def share(hits): return wilson(sum(hits), len(hits)) if hits else None
+) -> dict:  # labels, ties, seconds, first; None without data
+    "Summarise a person's labels; `first` is a share with its interval."
     decided = [r for r in rows if r['preference'] != 1.5]
-    repeated = [r for r in rows if 'again' in r]
+    first = sum(r['preference'] == r['shown_first'] for r in decided)
     return dict(labels=len(rows), ties=len(rows) - len(decided),
                 seconds=float(np.median([r['time'] for r in rows])) if rows else None,
-                first=share([r['preference'] == r['shown_first'] for r in decided]),
-                self_agreement=share([r['preference'] == r['again'] for r in repeated]))
+                first=wilson(first, len(decided)) if decided else None)
 
 # %% ../nbs/labelling.ipynb #50e73071
 _BOX_STYLE = ('border:1px solid var(--jp-border-color1,#bbb);border-radius:4px;padding:8px 12px;'
@@ -357,7 +313,7 @@ class LabellingPage:
             i, swapped = self.current
             self.pair = _label_request(queue.pairs[i], queue.person, swapped)
             self.body.value = _pair_html(self.pair)
-        seconds = [answer['seconds'] for answer in sum(queue.answers, [])]
+        seconds = [answer['seconds'] for answer in queue.answers if answer]
         pace = f', {np.median(seconds):.0f} s each' if seconds else ''
         self.head.value = html.escape(f'{queue.person}: {len(seconds)} done, {len(queue)} left'
                                       f'{pace}. {note}')
@@ -401,8 +357,8 @@ def _votes_by_pair(store: Store, pairs: list[dict], elsewhere: list[dict]) -> li
     for person in _people(store):
         for own, given in zip(votes, _person_answers(store, pairs, person)):
             if not given: continue
-            skipped = given[0]['preference'] is None
-            own[person] = .5 if skipped else 2 - _own_order(given[0])
+            skipped = given['preference'] is None
+            own[person] = .5 if skipped else 2 - _own_order(given)
     return votes
 
 
@@ -449,7 +405,7 @@ class DuelQueue(LabellingQueue):
         "Begin again with all duels so far."
         cfg = self.duels.cfg
         pairs = self.duels.to_label(person.strip())
-        super().__init__(pairs, self.duels.store, person, cfg.seed, cfg.repeat)
+        super().__init__(pairs, self.duels.store, person, cfg.seed)
 
     def next_pair(self) -> tuple[int, bool] | None:
         "Give the next pair of this round or the next one, as a queue does."
@@ -466,8 +422,7 @@ def labelling_widget(cfg: LabellingConfig):
         return
     ensure_inputs(cfg)
     if cfg.methods: return LabellingPage(DuelQueue(MethodDuels(cfg), cfg.person)).view
-    queue = LabellingQueue(pairs_to_label(cfg), Store(at_root(cfg.store)), cfg.person, cfg.seed,
-                           cfg.repeat)
+    queue = LabellingQueue(pairs_to_label(cfg), Store(at_root(cfg.store)), cfg.person, cfg.seed)
     return LabellingPage(queue).view
 
 
@@ -498,23 +453,21 @@ def run(cfg: LabellingConfig):
     skipped = 0
     for person in names:
         rows += person_labels(store, pairs, person)
-        answers = sum(_person_answers(store, pairs, person), [])
-        skipped += sum(answer['preference'] is None for answer in answers)
+        answers = _person_answers(store, pairs, person)
+        skipped += sum(answer['preference'] is None for answer in answers if answer)
     folder = start(cfg, run, reads=(digest(rows, skipped, waiting),))   # other labels, another folder
     if folder.done: return folder
     folder.write('preferences.json', rows + elsewhere)
     best = _write_duels(folder, duels, found, waiting) if cfg.methods else ''
     summary = _person_summary(rows)
-    shares = {}
-    for name in ('first', 'self_agreement'):
-        if share := summary[name]: shares |= share.columns(name)
+    first = summary['first'].columns('first') if summary['first'] else {}
     equal = sum(p['output_1'] == p['output_2'] for p in pairs)
     people = len({r['annotator'] for r in rows})
     print(f'{len(rows)} labels by {people} people on {len(pairs)} pairs, of which {equal} have '
           'equal answers and need none')
     folder.finish(pairs=len(pairs), equal=equal, labels=len(rows), ties=summary['ties'],
                   skipped=skipped, people=people, best=best, waiting=len(waiting),
-                  seconds_per_label=summary['seconds'], **shares)
+                  seconds_per_label=summary['seconds'], **first)
     return folder
 
 # %% ../nbs/labelling.ipynb #15055b86

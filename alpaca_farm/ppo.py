@@ -22,17 +22,17 @@ from .judging.stats import mean_figures
 from .model.functional import gae, has_spread, kl_estimate, KL_KINDS, masked_mean
 from .model.functional import masked_var, masked_whiten, try_function
 from .model.loading import load_tokenizer
-from .model.logprobs import answer_states, load_policy, load_reference, load_scalar
-from .model.logprobs import logprobs, scalar_on, values, zero_head
+from .model.logprobs import load_policy, load_reference, load_scalar, logprobs
+from .model.logprobs import scalar_on, values
 from .model.policy import Policy
 from .model.rewards import reward
 from .run.processes import rank
 from .run.runs import makes_run, Run
 from .run.settings import Amount, by_size, Positive, Reads, resolve, Rows, Scale
 from .run.settings import Schedule, Share
-from .train.answers import load_split
+from .train.answers import fitting_prompts, load_splits
 from .train.online import CheckpointSelector, finish_policy, in_micro_batches
-from .train.online import load_prompts, OnlineConfig, prompt_indices, rollout_scores
+from .train.online import OnlineConfig, prompt_indices, rollout_scores
 from .train.online import sample_rollout
 from .train.preflight import preflight, settle
 from .train.trainer import step_seed, Trainer
@@ -197,8 +197,6 @@ class PPOConfig(OnlineConfig):
       lam : lambda of GAE (default: 1.0)
       whiten_rewards : scale each step's rewards to variance 1 (default: False)
       whiten_advantages : scale each step's advantages to mean 0 and variance 1 (default: True)
-      shared_value : a value head on the policy's own trunk instead of a value model (default:
-        False)
       value_learning_rate : peak learning rate of the value model (default: by size, 0.001 for a
         toy, 1e-05 for a large model)
       learning_rate : peak learning rate of the policy (default: by size, 0.0005 for a toy, 1e-06
@@ -236,7 +234,6 @@ class PPOConfig(OnlineConfig):
     lam: Share = 1.0                       # lambda of GAE
     whiten_rewards: bool = False           # scale each step's rewards to variance 1
     whiten_advantages: bool = True         # scale each step's advantages to mean 0 and variance 1
-    shared_value: bool = False  # a value head on the policy's own trunk instead of a value model
     value_learning_rate: Amount = by_size(1e-3, 1e-5)  # peak learning rate of the value model
     learning_rate: Amount = by_size(5e-4, 1e-6)  # peak learning rate of the policy
     lr_schedule: Schedule = 'constant'     # how the learning rate falls
@@ -277,7 +274,6 @@ def _try_advantage(cfg: PPOConfig):
 def value_model(cfg: PPOConfig, policy: Policy) -> Policy | None:
     "Make the value model of the settings; None where the advantage needs none."
     if not advantage_of(cfg).value_model: return None
-    if cfg.shared_value: return replace(policy, score=zero_head(policy), lent=True)
     spec = cfg.rewards[0]
     keep = ':' not in spec
     if keep and load_tokenizer(spec).get_vocab() != load_tokenizer(cfg.policy).get_vocab():
@@ -304,7 +300,7 @@ def reward_beside(
     """
     spec = cfg.rewards[0]
     scorer = None if ':' in spec else scalar_on(policy, 'reward', spec, cfg)
-    if scorer is None and value and value.adapter and not cfg.shared_value:   # without its adapter
+    if scorer is None and value and value.adapter:   # without its adapter
         scorer = replace(value, adapter='', score=copy.deepcopy(value.score))
     if scorer is None: return reward(cfg.reward_model, cfg, cfg.template)
     scorer.tokenizer = load_tokenizer(spec, scorer.model)
@@ -325,10 +321,9 @@ def evaluate(
     Returns: (B, T) each
     """
     def both(part):
-        states = answer_states(policy, part) if cfg.shared_value else None
         logp = part.get('old_logp')
-        if logp is None: logp = logprobs(policy, part, cfg.temperature, states)
-        found = values(value, part, states) if value else torch.zeros_like(logp)
+        if logp is None: logp = logprobs(policy, part, cfg.temperature)
+        found = values(value, part) if value else torch.zeros_like(logp)
         return torch.stack([logp, found], -1)
     return in_micro_batches(both, policy, batch).unbind(-1)
 
@@ -418,8 +413,7 @@ def ppo_loss(
       batch : of `experience`
     Returns: (B, T) each
     """
-    states = answer_states(policy, batch) if cfg.shared_value else None   # for both heads
-    logp = logprobs(policy, batch, cfg.temperature, states)
+    logp = logprobs(policy, batch, cfg.temperature)
     old_logp = batch['old_logp']
     loss = ppo_policy_loss(logp, old_logp, batch['advantages'], cfg.clip)
     ratio = (logp - old_logp).exp()
@@ -427,7 +421,7 @@ def ppo_loss(
                    clip_fraction=((ratio - 1).abs() > cfg.clip).float(),
                    approx_kl=kl_estimate(old_logp, logp, 'k3'))
     if not value: return figures
-    new = values(value, batch, states)
+    new = values(value, batch)
     old = batch['old_values']
     value_loss = ppo_value_loss(new, old, batch['returns'], cfg.value_clip)
     clipped = (new - old).abs() > cfg.value_clip
@@ -469,16 +463,16 @@ def train(cfg: PPOConfig, run: Run):
     "Train with PPO; leaves model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
     from alpaca_farm.annotators import annotate_pairs
     from alpaca_farm.judging.judges import load_annotators
-    preflight(cfg, cfg.splits)
+    splits = load_splits(cfg, *cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, policy.tokenizer, load_split(cfg, 'split'), sampled=True)
+    settle(run, policy.tokenizer, splits[0], answered=splits[1:], sampled=True)
     reference = load_reference(policy, cfg)
     value = value_model(cfg, policy)
     reward_of = reward_beside(policy, value, cfg)
-    records, prompts, too_long = load_prompts(cfg, policy.tokenizer)
-    preflight(cfg, cfg.splits, policy, judge, reward_of)
+    records, prompts = fitting_prompts(splits[0], policy.tokenizer, cfg)
+    preflight(cfg, splits, policy, judge, reward_of)
     annotate = judge and partial(annotate_pairs, pool=judge)
     choose = CheckpointSelector(reference, cfg, annotate)
     models = dict(policy=policy)
@@ -500,4 +494,4 @@ def train(cfg: PPOConfig, run: Run):
         figures |= _ppo_update(trainer, policy, value, batch, cfg)
         figures |= choose(trainer, policy)
         trainer.log(**figures)
-    return finish_policy(run, trainer, reference, too_long)
+    return finish_policy(run, trainer, reference, len(splits[0]) - len(records))

@@ -27,9 +27,9 @@ from .model.policy import Policy
 from .model.rewards import reward
 from .run.runs import makes_run, Run
 from .run.settings import Amount, by_size, Count, Positive, Schedule
-from .train.answers import load_split
+from .train.answers import fitting_prompts, load_splits
 from .train.online import CheckpointSelector, finish_policy, in_micro_batches
-from .train.online import load_prompts, OnlineConfig, prompt_indices, rollout_scores
+from .train.online import OnlineConfig, prompt_indices, rollout_scores
 from .train.online import sample_rollout
 from .train.preflight import preflight, settle
 from .train.trainer import step_seed, token_batch, Trainer
@@ -367,15 +367,15 @@ def _distance_figures(policy, reference, batch, vocab_size, cfg) -> dict[str, fl
 @makes_run(QuarkConfig, several=True)
 def train(cfg: QuarkConfig, run: Run):
     "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
-    preflight(cfg, cfg.splits)
+    splits = load_splits(cfg, *cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, policy.tokenizer, load_split(cfg, 'split'), sampled=True)
+    settle(run, policy.tokenizer, splits[0], answered=splits[1:], sampled=True)
     reference = load_reference(policy, cfg)   # its tokenizer gets no tokens
-    records, prompts, too_long = load_prompts(cfg, policy.tokenizer)
+    records, prompts = fitting_prompts(splits[0], policy.tokenizer, cfg)
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
-    preflight(cfg, cfg.splits, policy, judge, reward_of)
+    preflight(cfg, splits, policy, judge, reward_of)
     choose = CheckpointSelector(reference, cfg, judge and partial(annotate_pairs, pool=judge))
     tokens, vocab_size = _add_reward_tokens(policy, cfg)
     respondent = _Respondent(policy, records, prompts, tokens, reward_of, cfg)
@@ -404,4 +404,4 @@ def train(cfg: QuarkConfig, run: Run):
             updates.append(trainer.update(learned, loss))
         figures = mean_figures(updates) | pool.figures(quantile) | figures
         trainer.log(**figures, **choose(trainer, policy))
-    return finish_policy(run, trainer, reference, too_long)
+    return finish_policy(run, trainer, reference, len(splits[0]) - len(records))

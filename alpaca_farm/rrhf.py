@@ -29,8 +29,8 @@ from .run.processes import once
 from .run.runs import makes_run, read_log, Run
 from .run.settings import Amount, as_list, by_size, Count, MODEL, Named, Positive
 from .run.settings import Reads, Schedule, SizedModel, TrainConfig
-from .train.answers import answer_eval_split, AnswerConfig, end_turns, sample
-from .train.answers import SampleConfig
+from .train.answers import answer_eval_split, AnswerConfig, end_turns, load_splits
+from .train.answers import sample, SampleConfig
 from .train.preflight import preflight, settle
 from .train.trainer import batches, step_seed, Trainer
 
@@ -198,11 +198,14 @@ def _read_queries(cfg: RRHFConfig) -> list[dict]:
     return [r | without for r in records[:most]]
 
 
-def _load_queries(run, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
+def _load_queries(
+    run, tokenizer,
+    answered: list[list[dict]],   # records that the run answers at its end
+) -> tuple[list[tuple[dict, list[int]]], int]:
     "Load queries, each with its prompt's ids; count the queries left out; ValueError if all are."
     cfg = run.cfg
     found = _read_queries(cfg)
-    settle(run, tokenizer, found)
+    settle(run, tokenizer, found, answered=answered)
     prompts = encode_prompts(found, tokenizer, cfg.template)
     lengths = [len(prompt) for prompt in prompts]
     fit = within_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
@@ -464,15 +467,15 @@ def _step_order(queries: list[tuple], tokenizer, cfg: RRHFConfig) -> list[list[i
 @makes_run(RRHFConfig, several=True)
 def train(cfg: RRHFConfig, run: Run):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json and outputs.json."
-    preflight(cfg, ('eval_split',))
+    asked = load_splits(cfg, 'eval_split')
     plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    queries, left_out = _load_queries(run, plain)
+    queries, left_out = _load_queries(run, plain, asked)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
     reference = load_reference(policy, cfg) if cfg.kl_coef else None
     reward_of = None
     if cfg.reward_model: reward_of = reward(cfg.reward_model, cfg, cfg.template)
-    preflight(cfg, ('eval_split',), policy, reward=reward_of)
+    preflight(cfg, asked, policy, reward=reward_of)
     def loss(batch): return rrhf_step(policy, batch, cfg)
 
     order = _step_order(queries, tokenizer, cfg)

@@ -19,7 +19,7 @@ from .model.logprobs import load_policy, logprobs, save_model
 from .model.policy import Policy
 from .run.runs import makes_run, read_log, Run
 from .run.settings import Amount, by_size, Count, Named, Positive, Reads, SizedModel
-from .train.answers import answer_eval_split, AnswerConfig, load_split
+from .train.answers import answer_eval_split, AnswerConfig, load_split, load_splits
 from .train.preflight import preflight, settle
 from .train.trainer import batches, example_lengths, HeldOutConfig, token_batch
 from .train.trainer import Trainer
@@ -119,10 +119,10 @@ def train(cfg: SFTConfig, run: Run):
     "Fine-tune a policy on demonstrations; writes model/, outputs.json, log.jsonl, summary.json."
     learn = _load_demonstrations(cfg, 'split', cfg.max_instances or None)
     unseen = _load_demonstrations(cfg, 'val_split', 200) if cfg.val_split else []
-    preflight(cfg, ('eval_split',))
+    asked = load_splits(cfg, 'eval_split')
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, policy.tokenizer, learn, unseen)
-    preflight(cfg, ('eval_split',), policy)
+    settle(run, policy.tokenizer, learn, unseen, answered=asked)
+    preflight(cfg, asked, policy)
     how = ('output',), policy.tokenizer, cfg.max_length, cfg.template
     _, prompts, (responses,) = encode(learn, *how)
     lengths = example_lengths(prompts, [responses])

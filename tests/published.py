@@ -1,5 +1,43 @@
 "Rows as published sets of preferences have them, and what is read from them."
+import csv
 import json
+
+import numpy as np
+
+import tiny
+from alpaca_farm.data.pairs import read_preference
+from alpaca_farm.judging.label_files import Verdicts
+from alpaca_farm.run.files import read_json
+
+
+def pandalm_verdicts(folder):
+    "GPT-3.5's verdicts on PandaLM's test set, in its order, by number; 25 are no verdict."
+    said = [r['gpt_result'].replace('garbage', '')
+            for r in read_json(folder/'gpt-3.5-turbo-testset-v1.json')]
+    preferences = np.full((1, 2, len(said)), np.nan)
+    preferences[0, 0] = [read_preference(text, 'row', 'gpt_result') for text in said]
+    shown = np.zeros((2, len(said)), bool)
+    shown[0] = True
+    return Verdicts(preferences, 'recorded', np.isnan(preferences[0, 0]).astype(int), shown)
+
+
+def llmbar_verdicts(folder, strategy, out):
+    "A file of the verdicts of LLMBar's judges who are asked by one strategy, with their texts."
+    pairs = {path.stem: read_json(path) for path in folder.glob('LLMBar_*.json')}
+    rows = []
+    with open(folder/'judge_verdicts.csv', newline='') as file:
+        for r in csv.DictReader(file):
+            dataset = r['dataset'].replace('/', '_')
+            if r['strategy'] != strategy or dataset not in pairs: continue
+            pair = pairs[dataset][int(r['item'])]
+            texts = [pair['output_1'], pair['output_2']]
+            winner = int(r['winner']) if r['winner'] else None   # in the pair's own order
+            if r['swapped'] == '1':
+                texts.reverse()
+                winner = winner and 3 - winner
+            rows.append(dict(instruction=pair['input'], output_1=texts[0], output_2=texts[1],
+                             preference=winner, annotator=f'{r["judge"]} {strategy}'))
+    return tiny.write(out/'verdicts.json', rows)
 
 ASK, MORE = dict(role='user', content='Name a colour.'), dict(role='user', content='Another?')
 

@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from filelock import AsyncFileLock, Timeout
 
 from .protocol import answer_text, cost, estimate_tokens, format_dollars
-from .protocol import parse_decoding, price_list, read_answer, reading_advice
-from .protocol import redact, token_usage
+from .protocol import parse_decoding, price_list, read_answer, redact
+from .protocol import token_usage
 from .store import endpoint_name, limit_reached, request_key, Store
 from ..data.shown import request_text
 from ..run.files import json_text
@@ -148,12 +148,6 @@ def _make_client(cfg: ApiConfig):
     return openai.AsyncOpenAI(base_url=url or None, api_key=key or 'none', timeout=cfg.timeout,
                               max_retries=cfg.tries - 1)
 
-# %% ../../nbs/ask/client.ipynb #951db404
-def _is_model(asked: str, told: str) -> bool:
-    "Tell whether the model that a server names, `told`, is `asked` or a dated form of it."
-    asked = re.escape(asked.rpartition('/')[2].removesuffix('-latest'))
-    return bool(re.fullmatch(rf'(.*/)?{asked}([-@]\d{{3}}[-\d]*|\.gguf)?', told, re.I))
-
 # %% ../../nbs/ask/client.ipynb #65bbe0e6
 @dataclass
 class Usage:
@@ -190,7 +184,6 @@ class ApiClient:
         self.tally = Usage()
         self.own = set()      # keys of the answers that this client has asked for
         self.unread = []      # answers that the caller could not parse
-        self.readable = False   # whether the caller could parse any answer
         self.said = set()     # lines that are printed once
         self.reserved = 0.    # dollars that requests under way may cost
 
@@ -316,9 +309,6 @@ def note_answer(self: ApiClient,
     tally.asked += 1
     self.own.add(key)
     self.lost_in_a_row = 0
-    told = answer.get('model')
-    if isinstance(told, str) and not _is_model(model, told):
-        self.say(f'asked for {model}, {self.server or "OpenAI"} answers as {told}')
     self.receive(key, answer | dict(seconds=seconds))
 
 # %% ../../nbs/ask/client.ipynb #93eaeae0
@@ -488,9 +478,6 @@ def __call__(self: ApiClient,
     return [self.answers.get(key) for key in keys]
 
 # %% ../../nbs/ask/client.ipynb #e90806ba
-_TRIAL = 20   # answers, of which one at least must be readable
-
-
 def ask(
     client: ApiClient,
     requests: list[dict],
@@ -498,7 +485,7 @@ def ask(
     tries: list[int] = (),  # how often the client asks for a readable answer; once by default
     draws: list[int] = (),  # number of each request's first answer in the store
 ) -> tuple[list, list[list[dict]]]:   # what each request's last answer says; all its answers
-    """Ask until answers can be read or have been tried; ValueError if none of the first can.
+    """Ask until answers can be read or have been tried.
 
     Parameters:
       read : takes an index and an answer; gives what the answer says, None if unreadable
@@ -514,11 +501,6 @@ def ask(
     def receive(i, answer):
         answers[i].append(answer)
         said[i] = read(i, answer)
-        if said[i] is not None: client.readable = True
-        if client.readable or client.tally.asked < _TRIAL: return
-        last = json.dumps(answer['choices'][0], ensure_ascii=False)[:300]
-        raise ValueError(f'none of {client.tally.asked} answers of {client.name} can be read: '
-                         f'{reading_advice(requests[i], answer)}. The last was {last}')
     left = range(n)
     attempt = 0
     while left:

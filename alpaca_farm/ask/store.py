@@ -6,7 +6,7 @@
 __all__ = ['endpoint_name', 'request_key', 'limit_reached', 'Store']
 
 # %% ../../nbs/ask/store.ipynb #c83abe48
-import errno, hashlib, json, resource, sqlite3, time
+import errno, hashlib, json, sqlite3, time
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -55,15 +55,10 @@ create table if not exists spending (run text primary key, dollars real not null
 
 
 def limit_reached(e: BaseException | None) -> str:
-    "Name the remedy for an error from a full disk or too many open files; '' for other errors."
+    "Name the remedy for an error from a full disk; '' for other errors."
     while e is not None:
-        code = getattr(e, 'errno', None)
-        if code == errno.ENOSPC:
+        if getattr(e, 'errno', None) == errno.ENOSPC:
             return 'the disk is full. What is stored is safe; free some space and run again'
-        if code in (errno.EMFILE, errno.ENFILE):
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            return (f'too many open files, of which this process may have {most}: run again after '
-                    f'ulimit -n {2 * most}, or with a lower concurrency')
         e = e.__cause__ or e.__context__ or next(iter(getattr(e, 'exceptions', ())), None)
     return ''
 

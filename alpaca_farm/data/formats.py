@@ -34,7 +34,7 @@ OWN_FIELDS = {   # fields that are read in a file of any format
     *ENDED, 'source', 'scores', 'generator', 'generator_1', 'generator_2', 'model_a', 'model_b',
     'chosen_model', 'rejected_model', 'chosen_ended', 'rejected_ended', 'score_chosen',
     'score_rejected', 'turn', *ANNOTATOR_FIELDS, 'votes', 'label', 'strength',
-    'idx', 'drawn', 'stratum', 'price', 'time', 'price_per_example', 'time_per_example', 'raw',
+    'idx', 'drawn', 'price', 'time', 'price_per_example', 'time_per_example', 'raw',
     'raw_completion', 'logprob'}
 
 # %% ../../nbs/data/formats.ipynb #5c1e0a71

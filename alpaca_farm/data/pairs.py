@@ -48,7 +48,7 @@ def read_preference(
       where : file and row, for messages
       name : the field
     """
-    if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's
+    if value in (None, ''): return math.nan
     said = _read_word(value) if isinstance(value, str) else None
     if said: return said
     with suppress(ValueError, TypeError, OverflowError):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Design', 'needed_votes', 'number_answers', 'equal_share', 'draw_round', 'Duels', 'pair_rates', 'duel_interval',
-           'mean_rates', 'hold_duels', 'explain_duels', 'pair_table', 'circular_share', 'duel_records', 'check_drawn']
+           'mean_rates', 'hold_duels', 'explain_duels', 'pair_table', 'duel_records', 'check_drawn']
 
 # %% ../../nbs/judging/duels.ipynb #b3cdd783
 import math
@@ -302,21 +302,6 @@ def pair_table(
             duels=counts[one, other],
             win_rate=100*rates[other, one]))
     return pd.DataFrame(rows)
-
-# %% ../../nbs/judging/duels.ipynb #530325a5
-def circular_share(
-    rates: np.ndarray,  # (methods, methods)
-) -> float:
-    """Compute in which share of triples of methods the winners form a circle.
-
-    Parameters:
-      rates : (methods, methods)
-    """
-    circles = []
-    for one, two, three in combinations(range(len(rates)), 3):
-        wins = rates[one, two] > .5, rates[two, three] > .5, rates[three, one] > .5
-        circles.append(all(wins) or not any(wins))
-    return float(np.mean(circles)) if circles else 0.
 
 # %% ../../nbs/judging/duels.ipynb #114983ca
 def duel_records(

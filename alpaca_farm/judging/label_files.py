@@ -41,7 +41,7 @@ def _read_number(row, name, where):
         raise ValueError(f'{at} is {row[name]!r:.60}, not a number') from None
 
 # %% ../../nbs/judging/label_files.ipynb #4aa4ae97
-_NAMES = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
+_NAMES = 'generator_1', 'generator_2', 'idx', 'drawn'
 _KEPT = *PAIR_FIELDS, 'messages', *ENDED, *SYSTEM, *_NAMES
 
 
@@ -142,7 +142,7 @@ def _read_labelled_pairs(rows, where, pairs):
         votes = _votes_of(record, rows[i], at)
         pair = _read_pair(record, at)
         key = pair.get('idx'), *pair_identity(pair)   # in either order
-        merged = pairs.setdefault(key, dict(pair, votes={}, row=i, source=_short_name(where)))
+        merged = pairs.setdefault(key, dict(pair, votes={}))
         exchanged = plain_lines(pair['output_1']) != plain_lines(merged['output_1'])
         for name, vote in votes.items():
             told[_add_vote(merged['votes'], _one_name(name), 3 - vote if exchanged else vote)] += 1
@@ -202,18 +202,6 @@ def per_thousand(values: list) -> float:
     numbers = [v for v in values if v is not None]
     return 1000*sum(numbers)/len(numbers) if numbers else math.nan
 
-# %% ../../nbs/judging/label_files.ipynb #b9738964
-def _llmbar_verdict(row, where):
-    "Read a verdict on a row of one of LLMBar's sets."
-    def named(name): return _read_name(row, name, where)
-    order = _read_number(row, 'swapped', where)
-    if order not in (0, 1):
-        raise ValueError(f"{where}: the field 'swapped' is {order:g}, not 0 or 1")
-    return dict(judge=f'{named("judge")} {named("strategy")}', where=where, order=int(order),
-                key=(str(named('dataset')).replace('/', '_'), _read_number(row, 'item', where)),
-                gold=read_preference(row['gold'], where, 'gold'),
-                preference=read_preference(row['winner'], where, 'winner'))
-
 # %% ../../nbs/judging/label_files.ipynb #74578e84
 def _text_key(pair):
     "Make the key of a pair by its texts, in either order."
@@ -235,44 +223,25 @@ def _record_verdict(record, judge, where):
 # %% ../../nbs/judging/label_files.ipynb #b1a1aad8
 def _read_verdicts(file):
     "Read the verdicts of a file; ValueError naming row and field."
-    rows = read_rows(file)
-    first = rows[0] if rows else {}
-    results = [name for name in first if name.endswith('_result') and 'idx' in first]
-    llmbar = {'dataset', 'item', 'winner'} <= first.keys()
-    if not results and not llmbar: rows = as_records(rows, file, ['preference'])
     verdicts = []
-    for i, row in enumerate(rows):
+    for i, record in enumerate(as_records(read_rows(file), file, ['preference'])):
         where = f'{file}, row {i}'
-        try:
-            if llmbar: verdict = _llmbar_verdict(row, where)
-            elif results:   # PandaLM's
-                verdict = dict(judge=_short_name(file), key=(_read_name(row, 'idx', where),),
-                               preference=read_preference(row[results[0]], where, results[0]))
-            else: verdict = _record_verdict(row, _short_name(file), where)
+        try: verdicts.append(_record_verdict(record, _short_name(file), where))
         except KeyError as e: raise ValueError(f'{where}: the field {e} is missing') from None
-        verdicts.append(verdict)
     return verdicts
 
 # %% ../../nbs/judging/label_files.ipynb #fe5971bb
 def _numbers_by_key(pairs):
-    "List the numbers of pairs by key: by place in a file, by number and by texts."
+    "List the numbers of the pairs with the same texts."
     numbers = {}
-    for j, pair in enumerate(pairs):
-        place = pair.get('source'), pair['row']
-        for key in (place, (pair.get('idx'),), _text_key(pair)):
-            numbers.setdefault(key, []).append(j)
+    for j, pair in enumerate(pairs): numbers.setdefault(_text_key(pair), []).append(j)
     return numbers
 
 # %% ../../nbs/judging/label_files.ipynb #7b787197
 def _as_it_stands(verdict, pair):
     "Return the order in which a pair was shown, and the preference in the pair's own order."
-    if 'gold' in verdict and verdict['gold'] not in pair['votes'].values():
-        raise ValueError(f'{verdict["where"]}: gold is {verdict["gold"]:g}, the set has '
-                         f'{pair["votes"]}: the rows do not belong together')
-    preference = verdict['preference']
-    exchanged = verdict.get('first', pair['output_1']) != pair['output_1']
-    if exchanged: preference = 3 - preference
-    return verdict.get('order', int(exchanged)), preference
+    if verdict['first'] == pair['output_1']: return 0, verdict['preference']
+    return 1, 3 - verdict['preference']
 
 # %% ../../nbs/judging/label_files.ipynb #7c0bd92e
 def _match_verdicts(verdicts, pairs, what):
@@ -324,7 +293,7 @@ def recorded_verdicts(
         raise ValueError(f'{file}: there is no verdict{called}')
     by_judge = {}
     for r in rows: by_judge.setdefault(r['judge'], []).append(r)
-    questions = {(r['key'], r.get('first'), r.get('order')) for r in rows}
+    questions = {(r['key'], r['first']) for r in rows}
     one_pool = pool and not pattern and len(questions) == len(rows)
     if one_pool and len(by_judge) > 1: by_judge = {pool: rows}
     matched = {}
@@ -334,4 +303,4 @@ def recorded_verdicts(
             if verdicts: matched[name, judge] = verdicts
     if matched: return matched
     raise ValueError(f'{file}: its {len(rows)} verdicts match no pair in {", ".join(sets)}. They '
-                     'are matched by request and answers, or by the number in a known set')
+                     'are matched by request and answers')

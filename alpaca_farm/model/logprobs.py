@@ -449,17 +449,14 @@ def sequence_scores(
 def values(
     policy: Policy,
     batch: dict,  # ids, mask, response: (B, T) each
-    states: torch.Tensor | None = None,  # (B, T, hidden) of `answer_states`, if known already
 ) -> torch.Tensor:  # (B, T), zero outside of the response
     """Compute V where each response token is chosen, in units of `mean` and `std`.
 
     Parameters:
       batch : ids, mask, response: (B, T) each
-      states : (B, T, hidden) of `answer_states`, if known already
     Returns: (B, T), zero outside of the response
     """
-    if states is None: states = answer_states(policy, batch)
-    scores = (_head_values(policy, states) - policy.mean) / policy.std
+    scores = (_head_values(policy, answer_states(policy, batch)) - policy.mean) / policy.std
     return F.pad(scores[:, :-1], (1, 0)) * batch['response']   # of the state before a token
 
 # %% ../../nbs/model/logprobs.ipynb #02af2a5b

@@ -67,7 +67,6 @@ class Policy:
     layers: list = field(default_factory=list)  # layers with adapters, shared by all policies here
     base: str = ''                    # folder or name of the model underneath
     base_hash: str = ''               # hash of that model's weights, when they were read
-    lent: bool = False                # whether only the head is its own
     mean: float = 0.                  # mean of the scores that set the units of its values
     std: float = 1.                   # standard deviation of these scores
     config: object = None             # configuration, if a scalar model borrows another's weights
@@ -161,7 +160,7 @@ def add_adapter(
 # %% ../../nbs/model/policy.ipynb #ada00013
 def own_weights(policy: Policy) -> dict[str, torch.nn.Parameter]:
     "The weights of an adapter, a head and new tokens; without an adapter, all trained weights."
-    named = {} if policy.lent else dict(policy.model.named_parameters())
+    named = dict(policy.model.named_parameters())
     if policy.score is not None: named['score.weight'] = policy.score.weight
     if policy.adapter is None: return {n: p for n, p in named.items() if p.requires_grad}
     own = {}

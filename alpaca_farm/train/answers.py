@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
-           'sample_answers', 'answer_figures', 'log_ratios', 'same_tokens', 'splits_read', 'load_split',
+           'sample_answers', 'answer_figures', 'log_ratios', 'same_tokens', 'load_split', 'load_splits',
            'answer_eval_split']
 
 # %% ../../nbs/train/answers.ipynb #56c94270
@@ -243,12 +243,6 @@ def same_tokens(
     return reference.get_vocab().items() <= tokenizer.get_vocab().items()
 
 # %% ../../nbs/train/answers.ipynb #70d5755d
-def splits_read(cfg: Config) -> list[str]:
-    "List the settings whose splits a run reads."
-    names = getattr(cfg, 'splits', ('split', 'val_split', 'eval_split'))
-    return [name for name in names if getattr(cfg, name, '')]
-
-
 def load_split(
     cfg: Config,
     setting: str,                # such as eval_split; eval_instances limits the number of records
@@ -263,7 +257,8 @@ def load_split(
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
     known = cfg.inputs['data'].splits if 'data' in cfg.inputs else ()
-    splits = [s for s in known if s in splits_read(cfg)]
+    read = getattr(cfg, 'splits', ('split', 'val_split', 'eval_split'))
+    splits = [s for s in known if s in read and getattr(cfg, s)]
     if len(splits) > 1 and at_root(cfg.data).is_file():
         raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} '
                          'at once: name a folder with a file for each split, or leave all but one '
@@ -273,6 +268,18 @@ def load_split(
         error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError
         none = ', or leave eval_split empty' if setting == 'eval_split' else ''
         raise error(f'{setting} = {split!r}: {e}. Name another split{none}') from None
+
+
+def load_splits(
+    cfg: Config,
+    *settings: str,   # such as eval_split; one that is empty is passed over
+) -> list[list[dict]]:
+    """Load the records of the splits that some settings name.
+
+    Parameters:
+      settings : such as eval_split; one that is empty is passed over
+    """
+    return [load_split(cfg, name) for name in settings if name == 'split' or getattr(cfg, name)]
 
 # %% ../../nbs/train/answers.ipynb #87ef9631
 def answer_eval_split(

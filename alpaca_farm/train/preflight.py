@@ -6,14 +6,11 @@
 __all__ = ['settle', 'try_setting', 'preflight']
 
 # %% ../../nbs/train/preflight.ipynb #56814ad1
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 
-from ..data.dialogues import prompt_key, prompt_text
-from ..data.formats import notice
-from ..data.records import load_records
+from ..data.dialogues import prompt_text
 from ..data.shown import example_text, learned_texts
 from ..data.text import check_limit, check_positions, decode, encode_prompts
 from ..data.text import encode_responses, end_token
@@ -27,7 +24,7 @@ from ..run.paths import hub_snapshot, looks_like_hub
 from ..run.processes import once
 from ..run.progress import tell
 from ..run.settings import as_list, Config, sized_defaults
-from .answers import load_split, prompt_fields, PromptConfig, splits_read
+from .answers import prompt_fields, PromptConfig
 
 # %% ../../nbs/train/preflight.ipynb #9256ff7b
 def _token_counts(records: list[dict], **how) -> dict[str, list[int]]:
@@ -107,6 +104,7 @@ def settle(
     run, tokenizer,
     records: list[dict],  # records from which the run learns, or which it answers
     *others: list[dict],  # sets that are only measured, each within the limits as well
+    answered=(),          # sets that are answered at the end, or to choose a checkpoint
     sampled: bool = False,  # whether the model samples the answers
 ):
     """Show the first record, fit the settings that were left open, and foretell a large run's time.
@@ -114,33 +112,13 @@ def settle(
     Parameters:
       records : records from which the run learns, or which it answers
       others : sets that are only measured, each within the limits as well
+      answered : sets that are answered at the end, or to choose a checkpoint
       sampled : whether the model samples the answers
     """
     cfg = run.cfg
     if records: _show_first(records, tokenizer, cfg.template, sampled)
-    answered = [load_split(cfg, name) for name in splits_read(cfg) if name != 'split']
     if cfg.left_open: _fit_open(run, tokenizer, records, [*others, *answered])
     _foretell_time(run, tokenizer, records, sum(map(len, answered)), sampled)
-
-# %% ../../nbs/train/preflight.ipynb #d7b71ed3
-def _note_shared_prompts(cfg: PromptConfig):
-    "Print how many prompts a run both learns from and measures on."
-    learned = as_list(getattr(cfg, 'preferences', '')) + as_list(getattr(cfg, 'candidates', ''))
-    splits = [name for name in splits_read(cfg) if name != 'split' or not learned]
-    if len(splits) + len(learned) < 2: return
-    parts = []
-    if learned:
-        rows = []
-        for spec in learned:
-            rows += load_records(spec, ('preferences', 'candidates'), columns=cfg.columns)
-        parts.append((', '.join(learned), set(map(prompt_key, rows))))
-    for name in splits:
-        rows = load_split(cfg, name)
-        parts.append((getattr(cfg, name), set(map(prompt_key, rows))))
-    for (first, earlier), (name, later) in combinations(parts, 2):
-        shared = len(earlier & later)
-        if shared: notice(f'{cfg.data}: {shared} of {len(later)} prompts of {name} are also in '
-                          f'{first}: answers to them say little about new prompts')
 
 # %% ../../nbs/train/preflight.ipynb #791081e9
 def try_setting(
@@ -174,29 +152,25 @@ def _two_answers(policy: Policy, records: list[dict], cfg: PromptConfig) -> list
 
 def preflight(
     cfg: PromptConfig,
-    splits: tuple[str, ...],      # settings that name the splits that the run will read
-    policy: Policy | None = None,  # without it only the splits are read
+    splits: list[list[dict]],     # records that the run will answer, as of `load_splits`
+    policy: Policy,
     judge=None,                   # judge or pool that `cfg.annotators` names
     reward=None,                  # records -> scores, which `cfg.reward_model` names
 ):
     """Do once what a run does after its first step; an error names the setting that is wrong.
 
     Parameters:
-      splits : settings that name the splits that the run will read
-      policy : without it only the splits are read
+      splits : records that the run will answer, as of `load_splits`
       judge : judge or pool that `cfg.annotators` names
       reward : records -> scores, which `cfg.reward_model` names
     """
-    parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
-    _note_shared_prompts(cfg)
-    if policy is None: return
     check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
-    if not parts: return
+    if not splits: return
     check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
-    for records in parts:
+    for records in splits:
         lengths = [len(p) for p in encode_prompts(records, policy.tokenizer, cfg.template)]
         check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
-    answer, other = _two_answers(policy, parts[0], cfg)
+    answer, other = _two_answers(policy, splits[0], cfg)
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
     def compare(): return with_verdict(preferences_over([answer], [other], judge))
     if judge: once(try_setting, cfg, 'annotators', compare)

@@ -375,7 +375,7 @@ def save(self: Trainer):
     weights = {}
     if device.type == 'cuda': rng['cuda'] = torch.cuda.get_rng_state(device)
     for name, policy in self.policies.items():
-        whole = policy.adapter is None and not policy.lent
+        whole = policy.adapter is None
         weights[name] = unique_weights(policy.model) if whole else own_weights(policy)
     self.run.save(step=self.step, weights=weights, optimizer=self.optimizer.state_dict(),
                   rng=rng, extra=self.extra, scaler=scaler.state_dict() if scaler else {})

@@ -18,6 +18,7 @@ from alpaca_farm.run.runs import read_summary
 from alpaca_farm.world import embedded_pairs
 from asking import key
 from judge_server import judge_server
+from published import llmbar_verdicts, pandalm_verdicts
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 with_data = pytest.mark.skipif(not DATA.is_dir(), reason='the public data is not here')
@@ -34,7 +35,7 @@ def published(row, *fields):
 def test_pandalm():
     "Left out, its 25 unreadable answers give another number than counted as ties, as published."
     sets = A.load_sets([f'{DATA}/pandalm/testset-v1.json'])
-    said = A.verdicts_of_judges([f'{DATA}/pandalm/gpt-3.5-turbo-testset-v1.json'], sets, CFG)
+    said = {('testset-v1', 'GPT-3.5'): pandalm_verdicts(DATA/'pandalm')}
     people, judge = A.agreement_board(sets, said, draws=20).itertuples()
     assert judge.n == 999
     assert judge.n_decided == 894
@@ -49,10 +50,11 @@ def test_pandalm():
 
 
 @with_data
-def test_llmbar():
+def test_llmbar(tmp_path):
     sets = A.load_sets([f'{DATA}/llmbar/LLMBar_Natural.json',
                         f'{DATA}/llmbar/LLMBar_Adversarial_*.json'])
-    said = A.verdicts_of_judges([f'{DATA}/llmbar/judge_verdicts.csv#* Vanilla'], sets, CFG)
+    file = llmbar_verdicts(DATA/'llmbar', 'Vanilla', tmp_path)
+    said = A.verdicts_of_judges([file], sets, CFG)
     row = A.agreement_board(sets, said, draws=10).set_index(['set', 'judge']).loc
     table = dict(LLMBar_Natural=(.955, .815, .805), LLMBar_Adversarial=(.810, .270, .329))
     for name, figures in table.items():
@@ -305,23 +307,19 @@ def test_a_judge_is_not_measured_on_what_it_has_learned_from(capsys, monkeypatch
 VOTED = PAIR | dict(votes=dict(p=1))
 GOLD = dict(input='q', output_1='a', output_2='b', label=1)
 PANDA = dict(idx=1, instruction='q', input='', response1='a', response2='b', annotator1=1)
-BAR = dict(dataset='d/e', item=0, judge='j', strategy='s', swapped=0, winner=1, gold=1)
 LABEL = PAIR | dict(preference=1, annotator='j', price=.1, time=1)
 WRONG = dict(   # by what is read: good rows, and values of their fields that are wrong
     labels=[
         (PAIR | dict(preference=1), dict(
             output_1=[1], input=5, idx=[1], preference=[], annotator={}, instruction=None,
             generator_1=[2])),
-        (VOTED, dict(votes=[1], output_2=3, stratum=[1])),
+        (VOTED, dict(votes=[1], output_2=3)),
         (GOLD, dict(input=1, label=[], output_1=None)),
         (PANDA, dict(idx=[1], response1=7, annotator1={}, instruction=5, input=[1]))],
     recorded=[(PAIR | dict(preference=1), dict(output_1=[1], input=5, preference=[]))],
     verdicts=[
-        (BAR, dict(dataset=[1], item=[0], judge={}, strategy=[2], swapped=2, winner='x', gold=[1])),
-        (BAR, dict(item='x', swapped='no')),
-        (dict(idx=1, gpt_result=1), dict(idx=[1], gpt_result={})),
         (LABEL, dict(annotator=[1], preference=[], price='x', time=[1], output_1=5, input=[1]))])
-TOY = dict(s=[PAIR | dict(votes=dict(p=1), row=0, source='d_e', idx=1)])
+TOY = dict(s=[PAIR | dict(votes=dict(p=1))])
 
 
 def read_labels(file): return A.load_sets([file])

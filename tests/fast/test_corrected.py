@@ -12,7 +12,7 @@ from alpaca_farm import eval as ev, labelling, world
 from alpaca_farm.ask.store import Store
 from alpaca_farm.boards import compare
 from alpaca_farm.boards.agreement import prefer_longer as longest
-from alpaca_farm.boards.corrected import estimate_strata, explain_win_rate, judge_agreement
+from alpaca_farm.boards.corrected import correct_mean, explain_win_rate, judge_agreement
 from alpaca_farm.boards.corrected import match_labels, people_difference, people_win_rate
 from alpaca_farm.boards.corrected import plan_labels, ppi_mean
 from alpaca_farm.boards.farm_board import _people_labels
@@ -22,6 +22,7 @@ from alpaca_farm.judging.measures import people_votes
 from alpaca_farm.judging.pools import preferences_over
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
+from published import llmbar_verdicts, pandalm_verdicts
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 
@@ -80,38 +81,15 @@ def test_a_judge_that_always_says_the_same_has_no_weight(verdict):
     assert error == pytest.approx(labels.std()/math.sqrt(11))
 
 
-@pytest.mark.parametrize('rate', [.1, .5])
-def test_strata_are_weighted_by_their_known_shares(rate):
-    "Of two strata of 600 and 200, in which people's rate and the judge's error differ."
-    high = min(1, 1.5*rate)
-    one = draw(*people_and_judge(rate/2, errs(.1), (1500, 600)), 15)
-    two = draw(*people_and_judge(high, errs(.3), (1500, 200), seed=1), 45)
-    c = estimate_strata([one, two])
-    mixed = .75*ppi_mean(*one)[0] + .25*ppi_mean(*two)[0]
-    assert c.rate.value == pytest.approx(np.clip(mixed, 0, 1))
-    assert c.labels.value == pytest.approx(.75*one[0].mean(-1) + .25*two[0].mean(-1))
-    truth = .75*rate/2 + .25*high
-    for i in (c.rate, c.labels):
-        covered = (i.low <= truth) & (truth <= i.high)
-        assert covered.mean() > .94
-        assert ((0 <= i.low) & (i.low <= i.high) & (i.high <= 1)).all()
-
-
-def test_a_single_stratum_is_a_plain_draw():
-    batch = draw(*people_and_judge(.3, errs(.1), (2, 600)), 15)
-    alone = estimate_strata([[x[0] for x in batch]])
-    assert estimate_strata([batch]).labels.low[0] == pytest.approx(alone.labels.low)
-
-
 @pytest.mark.parametrize('share, least, most', [(.5, 95, 115), (.2, 130, 200), (0, 350, 700)])
 def test_worth_is_between_nothing_and_all(share, least, most):
     y, f = people_and_judge(.4, errs(share), (200, 800))
-    assert least < np.mean(estimate_strata([draw(y, f, 100)]).worth) < most
+    assert least < np.mean(correct_mean(*draw(y, f, 100)).worth) < most
 
 
 def test_where_all_is_labelled_no_judge_is_needed():
     y, _ = people_and_judge(.4, errs(0), (30,))
-    everything = estimate_strata([(y, y, y[:0])])
+    everything = correct_mean(y, y, y[:0])
     assert everything.rate == everything.labels
     assert everything.worth == pytest.approx(30)
 
@@ -127,7 +105,7 @@ def test_the_plan_for_two_policies_is_what_200_draws_needed(agreement):
     plan = plan_labels(g[0], agreement, within)
     def second_over_first(x): return (1 + x[..., 1] - x[..., 0])/2
     def estimate(n):
-        return estimate_strata([draw(second_over_first(y), second_over_first(g), math.ceil(n))])
+        return correct_mean(*draw(second_over_first(y), second_over_first(g), math.ceil(n)))
     for interval in (estimate(plan.with_judge).rate, estimate(plan.without).labels):
         assert np.mean(interval.high - interval.low) == pytest.approx(within, rel=.04)
     assert plan.with_judge < plan.without
@@ -201,7 +179,6 @@ def without(rows, field): return [{k: v for k, v in r.items() if k != field} for
     (random_rows(8), '8 of its 80 requests'),
     (without(random_rows(), 'output_1'), 'output_1'),
     (random_rows(preference=1.3), 'a person votes'),
-    (random_rows(drawn='length'), 'requests of mine'),
     ([], 'no records')])
 def test_bad_labels_are_named_before_anybody_is_asked(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message):
@@ -245,30 +222,6 @@ def test_labels_on_what_the_judge_left_out_do_not_count(tmp_path, judged):
         people_win_rate(np.full(80, np.nan), own)
     partly = np.where(np.arange(80) % 4 == 0, np.nan, judged)    # on half of the labelled
     assert np.isfinite(people_win_rate(partly, own).rate).all()
-
-
-@pytest.mark.parametrize('by', ['length', 'verdict'])
-def test_strata_must_be_those_that_were_drawn_from(tmp_path, by):
-    "By length they are known from the texts, by verdict from the judge that the draw was by."
-    judged = preferences_over(MINE, NINE, longest)
-    rows = []
-    for i in range(0, 80, 2):
-        r = label(i, i % 2, turned=i % 3 == 0, drawn=by)
-        longer = len(r['output_2']) - len(r['output_1'])
-        rows.append(dict(r, stratum=int(np.sign(longer))))
-    own = match(tmp_path, rows, references=NINE)
-    has = ~np.isnan(own.votes)
-    parts = []
-    for side in (judged < 1.5, judged == 1.5, judged > 1.5):
-        used = side & has
-        parts.append((own.votes[used], judged[used] - 1, judged[side & ~has] - 1))
-    rate = people_win_rate(judged, own).rate.value
-    assert rate == pytest.approx(100*estimate_strata(parts).rate.value)
-    with pytest.raises(ValueError, match='not in the stratum'):
-        people_win_rate(judged, own._replace(stratum=-own.stratum))
-    none = np.where(judged > 1.5, np.nan, own.votes)
-    with pytest.raises(ValueError, match='none in one of the strata'):
-        people_win_rate(judged, own._replace(votes=none))
 
 
 # where a user meets it
@@ -412,46 +365,32 @@ def to_draw(answers):
     return pairs
 
 
-@pytest.mark.parametrize('strata', ['', 'length', 'verdict'])
-def test_a_draw_is_random_and_says_so(to_draw, tmp_path, strata):
-    "Of any part of a file; more labels add to it; small strata are drawn from more than others."
+def test_a_draw_is_random_and_says_so(to_draw, tmp_path):
+    "Of any part of a file; more labels add to it."
     file = file_of(tmp_path, to_draw)
     def drawn(n, seed=0):
-        cfg = labelling.LabellingConfig(outputs=file, draw=n, seed=seed, strata=strata)
-        return labelling.pairs_to_label(cfg)
+        return labelling.pairs_to_label(labelling.LabellingConfig(outputs=file, draw=n, seed=seed))
     def asked(pairs): return [r['instruction'] for r in pairs]
     some = drawn(30)
     assert {*asked(some)} < {*asked(drawn(50))}
     assert {*asked(some)} != {*asked(drawn(30, seed=1))}
-    assert {r['drawn'] for r in some} == {strata or 'random'}
-    if strata == 'verdict':
-        sides = [r['stratum'] for r in some]
-        # ten of those that it prefers are too few
-        assert sides.count(-1) == 10
-        assert sides.count(1) == 27
+    assert {r['drawn'] for r in some} == {'random'}
     order = asked(to_draw)
     places = [order.index(text) for text in asked(some)]
     assert places != sorted(places)
-    twice = [dict(p, output_2=p['output_2'] + end) for p in to_draw for end in '!?']
-    file_of(tmp_path, twice)
-    if strata:
-        with pytest.raises(ValueError, match='several pairs'):
-            drawn(30)
-    else:
-        assert len(drawn(30)) == 60
+    file_of(tmp_path, [dict(p, output_2=p['output_2'] + end) for p in to_draw for end in '!?'])
+    assert len(drawn(30)) == 60
 
 
 # people's labels of public data
 
-PUBLIC = dict(pandalm=('testset-v1.json', 'gpt-3.5-turbo-testset-v1.json', ''),
-              llmbar=('LLMBar_*.json', 'judge_verdicts.csv', 'GPT-4 Metrics_Reference'))
-
-
-def public(name):
+def public(name, folder):
     "A judge's preferences of labelled pairs in all orders that it has, and people's mean votes."
-    labelled, verdicts, judge = PUBLIC[name]
-    sets = load_sets([f'{DATA}/{name}/{labelled}'])
-    found, = recorded_verdicts(f'{DATA}/{name}/{verdicts}', judge, sets).values()
+    sets = load_sets([f'{DATA}/{name}/{dict(pandalm="testset-v1", llmbar="LLMBar_*")[name]}.json'])
+    if name == 'pandalm': found = pandalm_verdicts(DATA/name)
+    else:
+        file = llmbar_verdicts(DATA/name, 'Metrics_Reference', folder)
+        found, = recorded_verdicts(file, 'GPT-4 *', sets).values()
     pairs, = sets.values()
     return found.preferences[0, found.shown.any(1)].mean(0), np.nanmean(people_votes(pairs), 0)
 
@@ -471,14 +410,14 @@ WORTH = dict(pandalm=1.44, llmbar=1.85, alpaca_eval=1)   # of a label, in labels
 @pytest.mark.skipif(not (DATA/'pandalm').exists(), reason='no public labels')
 @pytest.mark.parametrize('n', [50, 100])
 @pytest.mark.parametrize('data', WORTH)
-def test_labels_of_public_data_are_recovered_from_a_part(data, n):
+def test_labels_of_public_data_are_recovered_from_a_part(tmp_path, data, n):
     "A judge's rate corrected by a part of the labels is that of all of them, 500 draws."
-    judge, people = alpaca_eval() if data == 'alpaca_eval' else public(data)
+    judge, people = alpaca_eval() if data == 'alpaca_eval' else public(data, tmp_path)
     known = ~np.isnan(judge + people)
     f = judge[known] - 1
     y = people[known] - 1
     order = np.argsort(np.random.default_rng(0).random((500, len(y))), axis=1)
-    c = estimate_strata([draw(y[order], f[order], n)])
+    c = correct_mean(*draw(y[order], f[order], n))
     error = c.rate.value - y.mean()
     covered = (c.rate.low <= y.mean()) & (y.mean() <= c.rate.high)
     assert abs(error.mean()) < 4*error.std()/math.sqrt(500)

@@ -22,7 +22,6 @@ from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.look_at_data import find_odd, read_parts
 from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.run.runs import Run
-from alpaca_farm.train.preflight import preflight
 from published import ASK, KINDS, MORE, rated, RED, safe, say, vote, WRONG
 from tiny import write
 
@@ -598,7 +597,6 @@ TOLD = [   # a kind of record, rows, and what is said when they are read or look
     ('preference', dict(P, messages=DONE[:1]), '`instruction`'),
     ('preference', ZERO, 'labels are 0, 1,'),
     ('preference', dict(VOTED, winner='model_a', turn=3), 'turn is 3'),
-    ('preference', dict(P, preference='A', overall_preference=3), '`overall_preference`'),
     ('preference', BREAK, '1 of 2 rows say what another one says'),
     ('preference', dict(system='Be kind.', question='Why?', chosen='x', rejected='y'),
      'prompt=question'),
@@ -614,11 +612,7 @@ TOLD = [   # a kind of record, rows, and what is said when they are read or look
      '`instruction` beside the prompt'),
     ('preference', [dict(PAIRS[0], output_2='a')]*3, '3 pairs have two equal answers')]
 TOLD = [(*row, '') for row in TOLD] + [   # and how columns were chosen
-    ('preference', dict(P, question='How?'), "'question'", 'instruction=question'),
-    ('candidates', dict(instruction='Why?', output=['a', 'b'], rank=[1, 2]), 'ranks',
-     'scores=rank'),
-    ('candidates', dict(instruction='Why?', output=['a', 'b', 'c'], place=[1, 3, 2]), 'ranks',
-     'scores=place')]
+    ('preference', dict(P, question='How?'), "'question'", 'instruction=question')]
 
 
 def said_of(path, kind, columns):
@@ -664,34 +658,6 @@ def test_good_and_bad_answers_are_read_from_a_table(tmp_path):
     assert sorted(r['good'] for r in learn + aside) == [0.]*5 + [1.]*5
     assert n == 8
     assert len(aside) == 2
-
-
-def test_prompts_that_two_splits_share_are_counted(tmp_path, capsys):
-    "Of the data, and of labels that another file holds."
-    from alpaca_farm import dpo, rrhf, sft
-    data = str(tmp_path/'data')
-    def splits(**files):
-        for name, rows in files.items():
-            write(tmp_path/'data'/f'{name}.json', rows)
-    def said(cls, **given):
-        preflight(cls(data=data, **given), ())
-        return capsys.readouterr().out
-    def labels(name, rows):
-        both = [dict(r, output_1='a', output_2='b', preference=1) for r in rows]
-        return write(tmp_path/f'{name}.json', both)
-    splits(sft=ROWS[:2], val=ROWS[2:3], eval=ROWS[3:])
-    assert 'are also in' not in said(sft.SFTConfig)
-    splits(val=ROWS[1:3], eval=ROWS[2:])
-    told = said(sft.SFTConfig)
-    assert f'{data}: 1 of 2 prompts of val are also in sft' in told
-    assert f'{data}: 1 of 3 prompts of eval are also in val' in told
-    mine = labels('mine', ROWS[3:])
-    told = said(dpo.DPOConfig, preferences=mine)
-    assert f'2 of 3 prompts of eval are also in {mine}' in told
-    told = said(dpo.DPOConfig, preferences=labels('others', ROWS[:2]))
-    assert 'are also in' not in told
-    told = said(rrhf.RRHFConfig, candidates=labels('last', ROWS[4:]), n=0)
-    assert '1 of 3 prompts of eval are also in' in told
 
 
 CUT = 'A cup and a hat and a'

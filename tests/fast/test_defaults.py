@@ -25,6 +25,7 @@ from alpaca_farm.run.runs import CHECKS, few_steps, Health, is_fresh, read_summa
 from alpaca_farm.run.settings import from_args, sized_defaults
 from alpaca_farm.sft import SFTConfig
 from alpaca_farm.train import preflight
+from alpaca_farm.train.answers import load_splits
 from alpaca_farm.train.preflight import settle
 
 
@@ -194,7 +195,7 @@ def test_lengths_left_open_never_refuse_the_data_that_they_fit(base, tmp_path, s
     tokenizer = load_tokenizer(str(base/'sft'))
     cfg = SFTConfig(policy=str(base/'sft'), data=str(tmp_path/'data'))
     run = Run(cfg, dict(settings={}))
-    settle(run, tokenizer, sets['sft'], sets['apart'])
+    settle(run, tokenizer, sets['sft'], sets['apart'], answered=[sets['val'], sets['eval']])
     for name, records in sets.items():
         lengths = preflight._token_counts(records, tokenizer=tokenizer, template='auto')
         for limit in ('max_prompt', 'max_length'):
@@ -208,9 +209,9 @@ def test_a_split_that_nobody_reads_need_not_be_there(base, tmp_path):
     given = dict(policy=str(base/'sft'), reward_model=str(base/'reward_model'))
     for name in ('unlabeled', 'eval'): tiny.write(tmp_path/'data'/f'{name}.json', rows)
     cfg = PPOConfig(**given, data=str(tmp_path/'data'))
-    preflight.preflight(cfg, cfg.splits)
+    assert len(load_splits(cfg, *cfg.splits)) == 2
     cfg = PPOConfig(**given, data=str(tmp_path/'data'/'eval.json'), eval_split='')
-    preflight.preflight(cfg, cfg.splits)
+    assert len(load_splits(cfg, *cfg.splits)) == 1
 
 
 def test_a_run_records_what_it_took_and_a_set_value_makes_another(base, tmp_path, capsys):

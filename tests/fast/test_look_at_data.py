@@ -4,10 +4,10 @@ import shlex
 import pytest
 
 import tiny
-from alpaca_farm.data.formats import ANNOTATOR_FIELDS, as_records
+from alpaca_farm.data.formats import as_records
 from alpaca_farm.data.shown import describe_columns, learned_texts
-from alpaca_farm.look_at_data import collect_votes, count_tokens, find_odd, LookAtDataConfig
-from alpaca_farm.look_at_data import read_parts, training_command
+from alpaca_farm.look_at_data import count_tokens, find_odd, LookAtDataConfig, read_parts
+from alpaca_farm.look_at_data import training_command
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import _write_card, read_summary
 
@@ -38,14 +38,8 @@ PLANTED = {   # a finding, by what is planted behind the clean rows
     '1 rows repeat another exactly': [row(3)],
     '1 rows have no label, or two equal answers': [row(32, preference=None)],
     '1 prompts have `tools`, which the model is not shown': [row(32, tools=[dict(name='sky')])],
-    'columns that no one reads: scene': [row(32, scene='In a town.')],
     '1 rows say that their answers were shown swapped': [row(32, shown_swapped='True')],
     '1 of 21 labels are ties': [row(32, preference=1.5)],
-    '1 of 20 pairs are labelled both ways': [row(3, preference=1.)],
-    '1 votes are a second one of the same judge': [row(3, time=2.)],
-    '1 of 20 pairs have several votes; two are the same in 100 %': [row(3, annotator='bob')],
-    '1 of 20 pairs have several votes; two are the same in 0 %': [   # as shown, whatever the order
-        dict(row(3), output_1='It is 3!', output_2='It is 4.', annotator='bob')],
     'the first answer is better in 75 % of the labels [60, 86]': [
         row(40 + i, preference=1.) for i in range(20)]}
 
@@ -70,16 +64,6 @@ def test_prompts_that_are_learned_and_measured_on_are_counted(tmp_path):
     found = odd(tmp_path, CLEAN, val=[learned, chosen_on], eval=[chosen_on])
     assert found == [('val', '1 of 2 prompts are also in preferences', [0]),
                      ('eval', '1 of 1 prompts are also in val', [0])]
-
-
-@pytest.mark.parametrize('field', ANNOTATOR_FIELDS)
-def test_votes_are_those_of_different_people(field):
-    rows = [row(1), row(1, time=3.), row(1, annotator='bob', preference=1.)]
-    for r in rows:
-        r[field] = r.pop('annotator')
-    (pair,), again = collect_votes(rows)
-    assert pair['votes'] == dict(ann=2., bob=1.)
-    assert again == [1]
 
 
 @pytest.mark.parametrize('wrong', [2, -1, 'thumbs_up', None])

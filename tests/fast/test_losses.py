@@ -25,9 +25,8 @@ torch.set_num_threads(1)
 
 def config(base, kind, **more):
     "PPO with a value model of some kind, or with one of the other baselines."
-    kinds = dict(policy=dict(reward_model='alpaca_farm.world:utility'),
-                 shared=dict(shared_value=True))
-    own = dict(advantage=kind) if kind in ppo.ADVANTAGES else kinds.get(kind, {})
+    own = dict(advantage=kind) if kind in ppo.ADVANTAGES else {}
+    if kind == 'policy': own = dict(reward_model='alpaca_farm.world:utility')
     return ppo.PPOConfig(**tiny.settings('ppo', base, **own, **more))
 
 
@@ -39,7 +38,7 @@ GROUPS = [name for name, kind in ppo.ADVANTAGES.items() if kind.of_group]
 each_group = pytest.mark.parametrize('kind', GROUPS)
 
 
-@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared'])
+@pytest.mark.parametrize('kind', ['policy', 'reward_model'])
 @pytest.mark.parametrize('temperature', [1., .7])
 def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
     "Ratio 1, KL 0, nothing clipped; one forward pass of the same batch gives the ratio exactly."
@@ -88,7 +87,7 @@ def moved(policy):
     return other
 
 
-@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared', 'reinforce++', *GROUPS])
+@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'reinforce++', *GROUPS])
 def test_log_probs_of_sampling_are_those_of_a_pass(base, models, kind):
     "A rollout in 32 bits carries them; without them they are computed."
     cfg = config(base, kind, temperature=.7, kl_coef=.1)

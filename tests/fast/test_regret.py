@@ -1,4 +1,4 @@
-"What decide spends labels by: beside draws from the prior, and within the budget."
+"What decide chooses by, beside draws from the prior."
 from itertools import combinations
 
 import numpy as np
@@ -6,7 +6,6 @@ import pytest
 from scipy.special import expit, logit, softmax
 
 from alpaca_farm.boards import regret
-from alpaca_farm.boards.regret import halving_plan
 
 
 def test_judge_and_duels_beside_draws_from_the_prior():
@@ -53,12 +52,3 @@ def test_equal_answers_know_a_rate_better():
         drawn = regret.draw_win_rates(regret.weigh_duels(rates, counts, equal, np.array([.6]), 100))
         spreads.append(drawn[:, 1].std())
     assert spreads[1] < .8*spreads[0]
-
-
-@pytest.mark.parametrize('methods', [1, 2, 5, 9])
-def test_halving_asks_for_no_more_than_there_is(methods):
-    spent = before = 0
-    for left, n in halving_plan(methods, 300, 10**6):
-        spent += left*(n - before)
-        before = n
-    assert spent <= 300

@@ -150,8 +150,7 @@ def test_five_pairs_by_mouse_and_keyboard(lab, browser, width):
                   output_2=f'{i}, as you wish. ' * 9) for i in range(6)]
     out, outputs, store = (folder/k for k in ('labelling', 'pairs.json', 'answers.sqlite'))
     outputs.write_text(json.dumps(pairs))
-    copy('labelling', folder, out=str(out), outputs=str(outputs), store=str(store), person=name,
-         repeat=0.)
+    copy('labelling', folder, out=str(out), outputs=str(outputs), store=str(store), person=name)
     page, _ = opened(browser, address, 'labelling', width)
     menu(page, 'Run', 'Run All Cells')
     section(page, 'Results'); section(page, 'Label')

@@ -2,7 +2,6 @@
 import os
 import pty
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -294,50 +293,6 @@ def test_a_full_disk_names_the_remedy(tmp_path, server):
     client.store.run(f'pragma max_page_count = {pages + 2}')
     with pytest.raises(ValueError, match=r'answers\.sqlite: .*free some space'):
         client(asked(300))
-
-
-@pytest.fixture
-def open_files():
-    "A function that limits how many files may be open: so many, or so many more."
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    def limit(n=0, more=0):
-        if more:
-            taken = {int(name) for name in os.listdir('/proc/self/fd')}
-            n = [k for k in range(1000) if k not in taken][more]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (n, hard))
-    yield limit
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_too_many_open_files_name_the_remedy(tmp_path, server, open_files):
-    server.set(latency=.3)
-    client = client_of(tmp_path, server, store=str(tmp_path/'b.sqlite'))
-    open_files(more=16)
-    with pytest.raises(ValueError, match='ulimit -n.*concurrency'):
-        client(asked(300))
-    open_files(3)
-    with pytest.raises(OSError, match=r'c\.sqlite: too many open files'):
-        Store(tmp_path/'c.sqlite')
-
-
-def test_nothing_readable_stops_early(tmp_path, server):
-    "Not after all pairs are paid for, and not once the server is mended."
-    server.set(template='I like the {letter} one.')
-    cfg = annotation(tmp_path, server, n=100, concurrency=4)
-    for times in (1, 2):
-        with pytest.raises(ValueError, match='none of 20 answers.*I like the'):
-            run(cfg)
-        assert 20*times <= len(server.requests()) < 30*times
-    server.set(template='Output ({letter})')
-    run(cfg)
-    assert summary(cfg)['labels'] == summary(cfg)['asked'] == 100
-
-
-def test_one_readable_answer_is_enough_to_go_on(tmp_path, server):
-    client = client_of(tmp_path, server)
-    said, answers = ask(client, asked(30), lambda i, answer: i or None)
-    assert said == [None, *range(1, 30)]
-    assert [] not in answers
 
 
 def test_an_error_of_who_reads_keeps_what_is_paid_for(tmp_path, server):

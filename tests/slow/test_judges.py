@@ -136,21 +136,11 @@ def test_a_judge_that_answers_too_rarely_is_refused(tmp_path):
         assert made(server, tmp_path)(pairs(60)) == longer(pairs(60))
 
 
-@pytest.mark.parametrize('n, match', [(6, 'in 6 of its 6 answers'), (40, 'none of 20 answers')])
-def test_a_server_without_log_probs_is_named(tmp_path, n, match):
+def test_a_server_without_log_probs_is_named(tmp_path):
     with judge_server(faults=dict(nologprobs=1.)) as server:
         judge = made(server, tmp_path, 'weighted_alpaca_eval_gpt4_turbo')
-        with pytest.raises(ValueError, match=f'{match}.* sends no log-probs.*structured'):
-            judge(pairs(n))
-
-
-def test_another_model_than_asked_for_is_named_once(tmp_path, capsys):
-    for model, said in (('judge-2024-08-06', 0), ('smollm2', 1)):
-        with judge_server(model=model) as server:
-            made(server, tmp_path, store=str(tmp_path/model))(pairs(9))
-        out = capsys.readouterr().out
-        assert out.count(f'answers as {model}') == said
-        assert 'at most about' not in out
+        with pytest.raises(ValueError, match='in 6 of its 6 answers.* sends no log-probs.*structured'):
+            judge(pairs(6))
 
 
 def test_killed_at_any_moment_it_loses_at_most_the_calls_in_flight(tmp_path):

@@ -22,7 +22,7 @@ RUNS = {   # by a name that begins with the method
     'dpo': dict(loss_type='kto', held_out=7, eval_every=4),
     'rrhf': dict(n=2, micro_batch_size=3),
     'quark': {},
-    'ppo': dict(shared_value=True, micro_batch_size=3),
+    'ppo': dict(micro_batch_size=3),
     'binary_feedback': {},
     'sft measured': dict(eval_split='', eval_every=2, max_instances=36),
     'ppo with adapters': dict(lora_rank=4)}
