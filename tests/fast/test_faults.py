@@ -83,7 +83,7 @@ def test_a_real_input_is_never_joined_by_the_embedded_world(base, monkeypatch, t
             ensure_inputs(with_input(kind, name, str(base/'reward_model'/'model')))
             continue
         forgotten = ', '.join(n for n in names if n != name)
-        message = f'^{forgotten}: name yours, .* embedded world, and {name} = {copy} is not$'
+        message = f'^{forgotten}: the default is of the embedded world, and {name} = {copy} is not[.]'
         with pytest.raises(ValueError, match=message):
             ensure_inputs(with_input(kind, name, str(copy)))
     built.clear()
@@ -99,7 +99,7 @@ def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, mon
     for source in ('org/model', str(tmp_path/'gone')):   # the same run, made from another model
         config = runs.run_config(base/'sft') | dict(inputs=dict(policy={source: ''}))
         (step.parent/'config.json').write_text(json.dumps(config))
-        with pytest.raises(ValueError, match='^reward_model, data: name yours'):
+        with pytest.raises(ValueError, match='^reward_model, data: the default is'):
             ensure_inputs(ppo.PPOConfig(policy=str(step)))
     for path in ('runs/ppo/labels.json', str(runs.at_root('runs/ppo/labels.json'))):
         assert runs._of_embedded_world(path)   # a file beside runs, however it is named

@@ -323,7 +323,7 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
     (elsewhere/'half').mkdir()
     (elsewhere/'half'/'config.json').write_text(
         '{"notebook": "sft", "fingerprint": "", "inputs": {"data": {"%s": ""}}, "code": ""}' % data)
-    for path, why in (('nobody/here', '^preferences: name yours'), ('half', 'not finished')):
+    for path, why in (('nobody/here', '^preferences: the default is of the embedded world'), ('half', 'not finished')):
         cfg = dpo.DPOConfig(policy=path, data=data, out='runs/a')
         with pytest.raises(ValueError, match=why):
             dpo.train(cfg)
@@ -436,7 +436,7 @@ def test_help_says_shapes_meanings_and_defaults():
     from alpaca_farm.model.functional import gae
     from alpaca_farm.run.progress import Progress
     said = ' '.join(pydoc.plain(pydoc.render_doc(gae)).split())
-    assert 'rewards : (B, T) of tokens' in said
+    assert 'rewards : (B, T) rewards of the tokens' in said
     assert 'Returns: (B, T) each, 0 outside of the mask' in said
     assert 'beta : KL weight' in inspect.getdoc(DPOConfig)
     shown = inspect.signature(DPOConfig).parameters
