@@ -121,7 +121,8 @@ def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch
     (first,), cfg = train(base, tmp_path/'quark', **more)
     policy = load_policy(cfg.policy, cfg)
     tokenizer = policy.tokenizer
-    _, prompts, _ = quark.load_prompts(cfg, tokenizer)
+    splits = quark.load_splits(cfg, *cfg.splits)
+    _, prompts = quark.fitting_prompts(splits[0], tokenizer, cfg)
     pool = kept['pool']
     answers = pool.answers()
     best = (quantiles(pool.scores, 4) == 0).nonzero()[:, 0].tolist()
