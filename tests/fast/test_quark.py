@@ -14,7 +14,7 @@ from alpaca_farm.model.logprobs import load_policy, logprobs
 from alpaca_farm.quark import _add_reward_tokens, quantiles, QuarkConfig
 from alpaca_farm.quark import response_terms, token_terms
 from alpaca_farm.run.runs import read_log, read_summary
-from alpaca_farm.train.answers import AnswerConfig
+from alpaca_farm.train.answers import AnswerConfig, load_splits
 from tiny import randn
 
 torch.set_num_threads(1)
@@ -121,7 +121,8 @@ def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch
     (first,), cfg = train(base, tmp_path/'quark', **more)
     policy = load_policy(cfg.policy, cfg)
     tokenizer = policy.tokenizer
-    _, prompts, _ = quark.load_prompts(cfg, tokenizer)
+    asked, = load_splits(cfg, 'split')
+    _, prompts = quark.fitting_prompts(asked, tokenizer, cfg)
     pool = kept['pool']
     answers = pool.answers()
     best = (quantiles(pool.scores, 4) == 0).nonzero()[:, 0].tolist()

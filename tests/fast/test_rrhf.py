@@ -35,7 +35,8 @@ def brute(p, r, reduction):
 def some(base, models):
     "Twelve queries of two or three scored candidates, and their prompts."
     rng = np.random.default_rng(0)
-    loaded, left_out = rrhf._load_queries(Run(config(base), dict(settings={})), models.tokenizer)
+    loaded, left_out = rrhf._load_queries(
+        Run(config(base), dict(settings={})), models.tokenizer, [])
     assert left_out < 10
     queries = []
     for i, (query, _) in enumerate(loaded[:12]):
@@ -87,7 +88,7 @@ def run(base, out, **more):
 def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, tmp_path):
     log, summary = run(base, tmp_path/'rrhf')
     cfg = config(base)
-    loaded, _ = rrhf._load_queries(Run(cfg, dict(settings={})), models.tokenizer)
+    loaded, _ = rrhf._load_queries(Run(cfg, dict(settings={})), models.tokenizer, [])
     prompts = [prompt for _, prompt in loaded]
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q, _ in loaded]

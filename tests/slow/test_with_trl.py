@@ -20,7 +20,8 @@ from alpaca_farm.model.rewards import reward
 from alpaca_farm.ppo import PPOConfig
 from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.run.runs import read_summary
-from alpaca_farm.train.online import load_prompts, rollout_scores, sample_rollout
+from alpaca_farm.train.answers import fitting_prompts, load_splits
+from alpaca_farm.train.online import rollout_scores, sample_rollout
 from alpaca_farm.with_trl import reward_function, to_datasets, TruthCallback, WorldEnvironment
 from alpaca_farm.worlds.folder import read_world
 
@@ -87,7 +88,8 @@ def test_grpo_by_trls_example(base, world, tmp_path):
 def test_rewards_are_those_of_ppo(base, world, models):
     "On the same answers, some cut off: prompts and completions as TRL hands them over."
     cfg = PPOConfig(**tiny.settings('ppo', base, standardise=False, missing_eos=''))
-    records, prompts, _ = load_prompts(cfg, models.tokenizer)
+    asked, = load_splits(cfg, 'split')
+    records, prompts = fitting_prompts(asked, models.tokenizer, cfg)
     batch, answered = sample_rollout(models.policy, records[:24], prompts[:24], cfg, seed=0)
     expected, _ = rollout_scores(reward(cfg.reward_model, cfg), answered, {}, cfg)
     ids = [row[on.bool()].tolist() for row, on in zip(batch['ids'][:, -batch['response'].shape[1]:],
