@@ -337,7 +337,7 @@ def _people(store: Store) -> list[str]:
                          where request like '{"kind": "label"%'""")
     return sorted(name for name, in known)
 
-
+# %% ../nbs/labelling.ipynb #4c9b2a5e
 def _method_answers(cfg: LabellingConfig) -> dict[str, list[dict]]:
     "Read the answers of all methods, in the same order."
     answers = {}
@@ -348,7 +348,7 @@ def _method_answers(cfg: LabellingConfig) -> dict[str, list[dict]]:
     first = answers[cfg.methods[0]]
     return {spec: match_prompts(rows, first) for spec, rows in answers.items()}
 
-
+# %% ../nbs/labelling.ipynb #6be73c48
 def _votes_by_pair(store: Store, pairs: list[dict], elsewhere: list[dict]) -> list[dict]:
     "By pair, the votes for output_1 in [0, 1] by who gave them, a skipped pair as a tie."
     recorded = RecordedLabels(elsewhere)(pairs)
@@ -361,7 +361,7 @@ def _votes_by_pair(store: Store, pairs: list[dict], elsewhere: list[dict]) -> li
             own[person] = .5 if skipped else 2 - _own_order(given)
     return votes
 
-
+# %% ../nbs/labelling.ipynb #155395a9
 class MethodDuels:
     "The duels between the methods of some settings, with the votes that there are so far."
     def __init__(self, cfg: LabellingConfig):

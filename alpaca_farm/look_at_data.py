@@ -87,7 +87,7 @@ class Part:
     @property
     def measured(self) -> bool: return self.split in _MEASURED
 
-
+# %% ../nbs/look_at_data.ipynb #25b2322d
 def _kind_of_record(record):
     "Say of which kind a record is."
     if 'preference' in record: return 'preference'
@@ -95,7 +95,7 @@ def _kind_of_record(record):
     if 'output' not in record: return 'instruction'
     return 'output' if isinstance(record['output'], str) else 'candidates'
 
-
+# %% ../nbs/look_at_data.ipynb #b59434d2
 def _load_part(spec, names, columns, n):
     "Read a file as what its first row is."
     rows, where = load_rows(spec, names)
@@ -113,7 +113,7 @@ def _load_part(spec, names, columns, n):
         records=records, repeated=repeated, left_out=len(rows) - repeated - len(records),
         by_coin='chosen' in [named.get(name, name) for name in rows[0]])
 
-
+# %% ../nbs/look_at_data.ipynb #8f569746
 def read_parts(
     spec: str,           # a file, a folder or a dataset's name on the hub
     split: str = '',     # one of its files; empty: all that are known by name

@@ -35,15 +35,19 @@ from .worlds.folder import check_sizes, write_world
 
 # %% ../nbs/real.ipynb #28832836
 def _words(text: str) -> list[str]: return re.findall(r"[a-z0-9']+", text.lower())
+
+# %% ../nbs/real.ipynb #3af25257
 def _lines(text: str, mark: str) -> int: return len(re.findall(rf'^\s*{mark}\s+\S', text, re.M))
+
+# %% ../nbs/real.ipynb #6205512e
 def _sentences(text: str) -> int: return len(re.findall(r'\w[^.!?]*(?:[.!?]|$)', text))
 
-
+# %% ../nbs/real.ipynb #51fe7d75
 def _without(word: str) -> tuple:
     return (f'Do not use the word "{word}".', lambda t: word not in _words(t),
             lambda t: _words(t).count(word) < 2)
 
-
+# %% ../nbs/real.ipynb #4bdf9763
 CONDITIONS = dict(   # name: sentence, whether a text keeps it, and whether it nearly does
     short=('Use at most 20 words.',
            lambda t: len(_words(t)) <= 20, lambda t: len(_words(t)) <= 35),
@@ -71,36 +75,36 @@ def _condition_of(record: dict) -> str:
         if asked.endswith(sentence): return name
     raise ValueError(f'{asked!r:.60} ends with none of the conditions of real.ipynb')
 
-
+# %% ../nbs/real.ipynb #99fec627
 def _topic(record: dict) -> str:
     "A request without the sentence that sets its condition."
     return record['instruction'].removesuffix(CONDITIONS[_condition_of(record)][0])
 
-
+# %% ../nbs/real.ipynb #bb5d9407
 def _long_words(text: str) -> set[str]:
     "The words of three letters or more, cut to five and without a last s: *boats* is *boat*."
     return {word.removesuffix('s')[:5] for word in _words(text) if len(word) > 2}
 
-
+# %% ../nbs/real.ipynb #814c4134
 @lru_cache(maxsize=1)
 def _topics_with() -> Counter:
     "In how many topics each long word occurs."
     text = (notebooks_folder()/'recipes'/'real_topics.txt').read_text(encoding='utf-8')
     return Counter(word for topic in text.strip().split('\n') for word in _long_words(topic))
 
-
+# %% ../nbs/real.ipynb #603981e8
 def is_about(record: dict) -> bool:
     "Whether a record's `output` has a word of its topic that at most three topics have."
     own = {word for word in _long_words(_topic(record)) if _topics_with()[word] <= 3}
     return not own or bool(own & _long_words(record['output']))
 
-
+# %% ../nbs/real.ipynb #05655f8a
 def keeps_condition(record: dict) -> bool:
     "Whether a record's `output` has three words and keeps the condition of its request."
     keeps = CONDITIONS[_condition_of(record)][1]
     return len(_words(record['output'])) > 2 and bool(keeps(record['output']))
 
-
+# %% ../nbs/real.ipynb #d0489a6f
 def kept(record: dict) -> float:
     "1 if a record's `output` keeps the condition and is about its topic, or 0."
     return float(is_about(record) and keeps_condition(record))
@@ -171,7 +175,7 @@ class WordModel:
         "Return the likelihood in standard deviations of uncounted texts, between -3 and 0.5."
         return float(np.clip((self.likelihood(text) - self.mean)/self.sd, -3, .5))
 
-
+# %% ../nbs/real.ipynb #1d75b239
 @lru_cache(maxsize=8)
 def word_model(folder: str) -> WordModel:
     "Read the word model of a world's folder: of its answers to the plain topics."
@@ -179,7 +183,7 @@ def word_model(folder: str) -> WordModel:
     texts = [output_texts(r) for r in plain]
     return WordModel(sum(texts[::2], []), sum(texts[1::2], []))
 
-
+# %% ../nbs/real.ipynb #793ed5e0
 def real_parts(
     records: list[dict],  # with `output`
     folder: str,          # of the world
@@ -199,7 +203,7 @@ def real_parts(
         parts['fluency'].append(words.fluency(r['output']))
     return parts
 
-
+# %% ../nbs/real.ipynb #73cf6073
 def real_utility(
     records: list[dict],  # with `output`
     folder: str,          # of the world
@@ -212,7 +216,7 @@ def real_utility(
     """
     return np.sum(list(real_parts(records, folder).values()), axis=0).tolist()
 
-
+# %% ../nbs/real.ipynb #e29a120b
 def condition_utility(
     records: list[dict],  # with `output`
     folder: str,          # of the world

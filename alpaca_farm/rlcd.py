@@ -44,7 +44,7 @@ class _Contrast(TypedDict):
     negative: _Text
     judge: _Text
 
-
+# %% ../nbs/rlcd.ipynb #522ab628
 @with_config(extra='forbid')
 class _Filters(TypedDict, total=False):
     "What an answer must be to be used: its words, its end, and what it must not contain."
@@ -52,7 +52,7 @@ class _Filters(TypedDict, total=False):
     ended: bool
     reject: list[re.Pattern]
 
-
+# %% ../nbs/rlcd.ipynb #feff1aa3
 class Task(BaseModel, frozen=True, extra='forbid'):
     "One task; the fields are the keys of its file."
     name: _Text
@@ -74,7 +74,7 @@ class Task(BaseModel, frozen=True, extra='forbid'):
             if slot not in text: raise ValueError(f'{slot} is missing')
         return text
 
-
+# %% ../nbs/rlcd.ipynb #517f98d0
 def _task_file(spec: str) -> Path:
     "Find the file that a path or the name of a shipped task names; ValueError without one."
     folder = notebooks_folder()/'recipes'/'tasks'
@@ -83,7 +83,7 @@ def _task_file(spec: str) -> Path:
     names = ', '.join(sorted(p.stem for p in folder.glob('*.yaml')))
     raise ValueError(f'task = {spec!r}: this is no file, nor one of {names}')
 
-
+# %% ../nbs/rlcd.ipynb #0a25b147
 def read_task(spec: str) -> Task:
     "Read the task of that name or in that file; ValueError naming the file and the wrong key."
     path = _task_file(spec)
@@ -245,7 +245,7 @@ def _draw_contrast(task: Task, index: int, seed: int) -> int:
     "Draw which of the task's pairs of phrases a request gets."
     return int(hash_uniform(seed, task.name, 'contrast', index) * len(task.contrast))
 
-
+# %% ../nbs/rlcd.ipynb #5a37772a
 @dataclass
 class _Draft:
     "An answer to be written, until the task's filters take it."
@@ -262,7 +262,7 @@ class _Draft:
         self.text, rejected = _clean_response(written.text, written.ended, task)
         self.reason = written.reason or rejected
 
-
+# %% ../nbs/rlcd.ipynb #91506fb3
 def _write_items(
     writer,                    # `write(prompts, keys, stop)`
     task: Task,
@@ -299,7 +299,7 @@ def _write_items(
                           positive=positive, retries=one.tries + two.tries - 2, reason=reason))
     return items
 
-
+# %% ../nbs/rlcd.ipynb #4cb5cb24
 def _sided_answers(item: dict) -> tuple[str, str]:
     "Give the positive answer and the negative one; of RLAIF as they are drawn."
     first = item['positive'] or 1

@@ -276,7 +276,7 @@ def _standardised(values: np.ndarray) -> np.ndarray:
     "Standardise the values of each request's samples: (requests, samples)."
     return (values - values.mean(1, keepdims=True))/(values.std(1, keepdims=True) + 1e-9)
 
-
+# %% ../nbs/world.ipynb #7b9f21a4
 def _typicality(texts: list[str]) -> list[float]:
     "Return the mean share of words that each text has in common with all of them."
     words = [{'', *text.split()} for text in texts]   # some samples are empty
@@ -284,7 +284,7 @@ def _typicality(texts: list[str]) -> list[float]:
     for own in words: typical.append(np.mean([len(own & w)/len(own | w) for w in words]))
     return typical
 
-
+# %% ../nbs/world.ipynb #73796e67
 _EXPECTED = dict(   # by common sense, which has not read what anybody wants
     child=('caution', 'familiar'), teacher=('formal', 'source'), official=('formal', 'source'),
     hurry=('familiar',))
@@ -298,7 +298,7 @@ def _common_sense(record: dict, asker: str) -> float:
     if asker == 'hurry': score -= .2*len(record['output'].split())
     return score
 
-
+# %% ../nbs/world.ipynb #15ed83bb
 def _rules(
     records: list[dict],   # the samples of each request one after the other
     approved: np.ndarray,  # (records,) whether the base model approves the statement
@@ -321,7 +321,7 @@ def _rules(
     rules += [verdict, verdict + likely + typical, sense, verdict + sense]
     return np.array(rules)
 
-
+# %% ../nbs/world.ipynb #f46fd6e4
 def best_without_labels(
     records: list[dict],   # the samples of each request one after the other, with `logprob`
     folder: str,           # of the world, with its base model and its held-out crowd

@@ -60,24 +60,24 @@ def with_space(text: str) -> str:
     "Put a space before what is said, as behind a speaker's colon."
     return f' {text}' if text.strip() else text
 
-
+# %% ../../nbs/data/dialogues.ipynb #e2eee633
 def without_space(text: str) -> str:
     "Take away the space behind a speaker's colon."
     return text[1:] if text.startswith(' ') and text.strip() else text
 
-
+# %% ../../nbs/data/dialogues.ipynb #1f05d366
 def turns_text(messages: list[dict]) -> str:
     "Write turns in the form of hh-rlhf."
     return ''.join(f'\n\n{TAGS[m["role"]]}:{with_space(m["content"])}' for m in messages)
 
-
+# %% ../../nbs/data/dialogues.ipynb #17695e86
 def dialogue_text(messages: list[dict]) -> str:
     "Write a dialogue in the form of hh-rlhf, with `Assistant:` where an answer is expected."
     text = turns_text(messages)
     if messages and messages[-1]['role'] != 'assistant': text += TURN
     return text
 
-
+# %% ../../nbs/data/dialogues.ipynb #63bece4d
 def parse_dialogue(text: str) -> list[dict]:
     "Read the messages in a text in the form of hh-rlhf; ValueError if it begins with no turn."
     start, *parts = re.split(r'\n\n(Human|Assistant):', '\n\n' + text.lstrip('\n'))
@@ -99,36 +99,36 @@ def prompt_messages(record: dict) -> list[dict] | None:
     "Return the dialogue that is the prompt of a record, None if it is an `instruction`."
     return record.get('messages') if record.get('instruction') is None else None
 
-
+# %% ../../nbs/data/dialogues.ipynb #4a44f058
 def prompt_text(record: dict) -> str:
     "Return the text of an `instruction` or dialogue, without the `input`."
     messages = prompt_messages(record)
     if not messages: return record['instruction']
     return messages[0]['content'] if len(messages) == 1 else dialogue_text(messages).strip()
 
-
+# %% ../../nbs/data/dialogues.ipynb #1c739e82
 def prompt_key(record: dict) -> tuple[str, str]:
     "Return a record's `instruction` (or dialogue) and `input` as texts; the second may be empty."
     return prompt_text(record), record.get('input') or ''
 
-
+# %% ../../nbs/data/dialogues.ipynb #f78fffac
 def full_instruction(record: dict) -> str:
     "Join `instruction` and `input` by a blank line, or return the text of the dialogue."
     return '\n\n'.join(filter(None, prompt_key(record)))
 
-
+# %% ../../nbs/data/dialogues.ipynb #185dfc3c
 def as_messages(record: dict) -> list[dict]:
     "Return a record's prompt as turns: its dialogue, or `instruction` and `input` as one turn."
     return prompt_messages(record) or [dict(role='user', content=full_instruction(record))]
 
-
+# %% ../../nbs/data/dialogues.ipynb #de72939f
 def bare_prompt(record: dict) -> dict:
     "Return the fields that make the prompt of a record, and no others."
     messages = prompt_messages(record)
     if messages: return dict(messages=messages)
     return dict(instruction=record['instruction'], input=record.get('input') or '')
 
-
+# %% ../../nbs/data/dialogues.ipynb #07ec25c3
 def with_instruction(record: dict) -> dict:
     "Give a record the text of its dialogue, if it has one, as its `instruction`."
     return dict(record, instruction=prompt_text(record)) if prompt_messages(record) else record

@@ -43,14 +43,14 @@ def check_whole(value):
     if re.search('[\ud800-\udfff]', json.dumps(value, ensure_ascii=False)):
         raise ValueError('half of a character (a lone surrogate). Remove it')
 
-
+# %% ../../nbs/data/formats.ipynb #87ff87f6
 def _parsed(value):
     "Read the JSON in a column of text; any other value as it is."
     with suppress(ValueError, TypeError, RecursionError): value = json.loads(value)
     check_whole(value)
     return value
 
-
+# %% ../../nbs/data/formats.ipynb #15cee3db
 def _messages_in(value, name):
     "Read messages that stand as JSON in a column of text; ValueError for Python's notation."
     if not (isinstance(value, str) and re.match(r'\s*\[\s*\{', value)): return value
@@ -61,13 +61,13 @@ def _messages_in(value, name):
         raise ValueError(f'the column {name!r} holds a list as text. Save the file as JSON lines')
     return value
 
-
+# %% ../../nbs/data/formats.ipynb #54a38f02
 def _text_of(row, name):
     "Return the text in a column; ValueError for another value."
     if isinstance(row[name], str): return row[name]
     raise ValueError(f'the field {name!r} is {row[name]!r:.60}, not a string')
 
-
+# %% ../../nbs/data/formats.ipynb #8612b7ee
 def finite_number(value) -> float | None:
     "Read a finite number, or its text; None for anything else."
     with suppress(TypeError, ValueError, OverflowError):
@@ -92,7 +92,7 @@ def _turns(value, role):
         raise ValueError(f'{value!r:.60} is neither a text nor a list of messages')
     return [t for t in map(as_turn, value) if t['content'].strip() or t['role'] != 'system']
 
-
+# %% ../../nbs/data/formats.ipynb #4dfb819d
 def _answered(text):
     "Read a text in the form of hh-rlhf, whose last turn must be the assistant's."
     turns = parse_dialogue(text)
@@ -101,23 +101,23 @@ def _answered(text):
     if turns[-1]['role'] == 'assistant': return turns
     raise ValueError(f'the dialogue has no "Assistant:" at its end: ...{text[-60:]!r}')
 
-
+# %% ../../nbs/data/formats.ipynb #968715ae
 def _as_prompt(turns, given):
     "Make turns a prompt: an `instruction` if the text `given` is the only turn, else messages."
     if turns == [dict(role='user', content=given)]: return dict(instruction=given)
     return dict(messages=turns)
 
-
+# %% ../../nbs/data/formats.ipynb #92cc193e
 def _as_answer(turns):
     "Write an answer, with the turns that follow it if there are any."
     return without_space(turns_text(turns).removeprefix(TURN))
 
-
+# %% ../../nbs/data/formats.ipynb #ad0dca7a
 def _prompt(row, prompt):
     "Read a prompt alone."
     return _as_prompt(_turns(prompt, 'user'), prompt)
 
-
+# %% ../../nbs/data/formats.ipynb #8b82f8fb
 def _dialogue(row, dialogue):
     "Read a dialogue that ends with the answer, or with the user's turn."
     turns = _answered(dialogue) if isinstance(dialogue, str) else _turns(dialogue, 'user')
@@ -136,7 +136,7 @@ def _said(turns):
     "Return who says what, whatever the white space."
     return [(t['role'], t['content'].split()) for t in turns]
 
-
+# %% ../../nbs/data/formats.ipynb #aed4e528
 def _repeated(prompt, turns):
     "Count the turns up to the last repetition of a prompt, or of its end at the first turn."
     for end in range(len(turns), 0, -1):
@@ -145,7 +145,7 @@ def _repeated(prompt, turns):
         if _said(turns[end - n:end]) == _said(asked): return end
     return 0
 
-
+# %% ../../nbs/data/formats.ipynb #6a72464d
 def _shared(first, second):
     "Count the turns that two dialogues share before a turn of the assistant in both."
     n = shared = 0
@@ -156,7 +156,7 @@ def _shared(first, second):
         n += 1
     return shared
 
-
+# %% ../../nbs/data/formats.ipynb #a844171e
 def _cut(prompt, *answers) -> tuple[dict, list[str]]:
     "Cut two dialogues, or two answers to a `prompt`, into the prompt and the two answers."
     begun = str(prompt or '').strip()
@@ -244,7 +244,7 @@ def _pair(row, prompt, first, second, *preference):
     pair = dict(_prompt(row, prompt), output_1=first, output_2=second)
     return dict(pair, preference=preference[0]) if preference else pair
 
-
+# %% ../../nbs/data/formats.ipynb #5eb392ca
 def _rounds_until(turn, conversation):
     "Keep the rounds of a conversation up to the round of the vote, counted from 1."
     number = finite_number(turn)
@@ -253,7 +253,7 @@ def _rounds_until(turn, conversation):
     if number > len(asked): raise ValueError(f'turn is {turn!r}, of {len(asked)} rounds')
     return conversation[:asked[int(number)]] if number < len(asked) else conversation
 
-
+# %% ../../nbs/data/formats.ipynb #4563a803
 def _conversations(row, *both):
     "Read two conversations of an arena as a pair, up to the round of the vote if it is known."
     both = list(map(_parsed, both))
@@ -261,7 +261,7 @@ def _conversations(row, *both):
     fields, answers = _cut(None, *both)
     return dict(fields, output_1=answers[0], output_2=answers[1])
 
-
+# %% ../../nbs/data/formats.ipynb #43a67122
 def _rounds(row, rounds):
     "Read an arena's list of rounds, each with the user's turn and the turns of both models."
     both = [], []
@@ -269,7 +269,7 @@ def _rounds(row, rounds):
         for turns, side in zip(both, 'ab'): turns.extend([r['user'], r[f'model_side_{side}']])
     return _conversations(row, *both)
 
-
+# %% ../../nbs/data/formats.ipynb #93df3b01
 def _answers(row, *columns):
     "Read an arena's prompt and two answers, or lists of these with an entry for each round."
     prompts, *answers = lists = [_parsed(c) for c in columns]
@@ -445,7 +445,7 @@ def _read_turns(value):
             turns.append(as_turn(dict(role=role, content=text or '')))
     return turns
 
-
+# %% ../../nbs/data/formats.ipynb #2664502d
 def _read_part(value, name):
     "Read a column of a prompt: earlier turns as a list, a passage as a text, None for neither."
     if isinstance(value, str) and value.lstrip().startswith('['): value = _parsed(value)
@@ -460,7 +460,7 @@ def _read_part(value, name):
     is_turn = [isinstance(v, dict) and bool({'role', 'from'} & v.keys()) for v in value]
     return _read_turns(value) if all(is_turn) else None
 
-
+# %% ../../nbs/data/formats.ipynb #f3d51c20
 def _before(past, row):
     "Leave the request and its answer out of the earlier turns, if they are the last turns."
     answers = []
@@ -475,7 +475,7 @@ def _before(past, row):
         raise ValueError('an answer is empty. Remove it and its request')
     return past
 
-
+# %% ../../nbs/data/formats.ipynb #ebb5663f
 def _with_prompt_parts(row: dict) -> dict:
     "Put the earlier turns and the passage that stand in columns of their own into a row's prompt."
     for name in _PROMPT_PARTS:

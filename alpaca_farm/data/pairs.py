@@ -145,7 +145,7 @@ def index_prompts(records: list[dict], whose: str) -> dict:
                              f'{prompt_text(r)!r:.60}. Keep one, or list both in one `output`')
     return rows
 
-
+# %% ../../nbs/data/pairs.ipynb #5ba40d3a
 def check_answered(
     rows: dict,     # an index, as `index_prompts` returns it
     others: dict,   # another index
@@ -167,7 +167,7 @@ def check_answered(
                      f'first is {lost[0][0]!r:.60}). Both must answer the same requests '
                      '(instruction and input); max_instances keeps only the first')
 
-
+# %% ../../nbs/data/pairs.ipynb #8d151d1d
 def match_prompts(outputs: list[dict], references: list[dict]) -> list[dict]:
     "Put outputs in the references' order; ValueError unless both answer the same, each once."
     ours = index_prompts(outputs, 'outputs')
@@ -176,7 +176,7 @@ def match_prompts(outputs: list[dict], references: list[dict]) -> list[dict]:
     check_answered(theirs, ours, 'references', 'output')
     return [outputs[ours[prompt]] for prompt in theirs]
 
-
+# %% ../../nbs/data/pairs.ipynb #c0aa375a
 def common_prompts(answers: dict[str, list[dict]], key=prompt_key) -> dict[str, list[dict]]:
     "Keep the answers to requests that all models answered; print how many are lost."
     have = {name: set(map(key, rows)) for name, rows in answers.items()}

@@ -145,14 +145,14 @@ def unique_fields(pairs: list[tuple]) -> dict:
         fields[k] = v
     return fields
 
-
+# %% ../../nbs/data/records.ipynb #b4b26a18
 def _parse_json(text, where):
     "Parse JSON; ValueError if it is no JSON."
     try: return json.loads(text, object_pairs_hook=unique_fields)
     except (ValueError, RecursionError) as e:
         raise ValueError(f'{where}: not valid JSON ({e})') from None
 
-
+# %% ../../nbs/data/records.ipynb #999d6a42
 def _read_json(path):
     "Read the records in a JSON list or in JSON lines, whatever the name of the file."
     text = read_text(path)
@@ -168,7 +168,7 @@ def _read_json(path):
         with naming(f'{path}, row {i}'): check_whole(row)
     return rows
 
-
+# %% ../../nbs/data/records.ipynb #02deb0c8
 def _read_csv(path):
     "Read the rows of a CSV or TSV file; ValueError names a wrong row."
     csv.field_size_limit(2**31 - 1)
@@ -284,7 +284,7 @@ def _is_of(value, type_: type) -> bool:
     if type_ is str: return isinstance(value, str)
     return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
-
+# %% ../../nbs/data/records.ipynb #4b929b68
 def _check_field(
     row: dict,
     name: str,
@@ -300,7 +300,7 @@ def _check_field(
         raise ValueError(f'the field {name!r} is {value!r:.60}, not {_EXPECTED[type_]}')
     if name == 'instruction' and not value.strip(): raise ValueError(f'the field {name!r} is empty')
 
-
+# %% ../../nbs/data/records.ipynb #8e99d30b
 def check_record(
     row: dict,
     kind: str,     # kind of record whose fields it must have, one of FIELDS
@@ -316,7 +316,7 @@ def check_record(
     for name, type_ in dict(input=str, **FIELDS[kind]).items(): _check_field(row, name, type_)
     return row if row.keys().isdisjoint(SYSTEM) else with_system(row)
 
-
+# %% ../../nbs/data/records.ipynb #87714584
 def check_records(
     rows: list[dict],
     kind: str,     # kind of record whose fields each must have, one of FIELDS
@@ -354,7 +354,7 @@ def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:
     path = _hub_file(spec, names)
     return read_rows(path), f'{spec} ({path.name})'
 
-
+# %% ../../nbs/data/records.ipynb #3807c420
 def _kind_of(record, kinds):
     "Return the first of some kinds whose fields a record has, or else the last."
     def has(name, type_):
@@ -364,7 +364,7 @@ def _kind_of(record, kinds):
         if all(has(*field) for field in FIELDS[kind].items()): return kind
     return kinds[-1]
 
-
+# %% ../../nbs/data/records.ipynb #42e012cf
 def read_records(
     rows: list[dict],   # as they stand in a file
     where: str,         # the file, for messages
@@ -389,7 +389,7 @@ def read_records(
     if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
     return list(by_text.values())
 
-
+# %% ../../nbs/data/records.ipynb #8cf3f3f0
 def load_records(
     spec: str,    # a dataset folder, a run folder, a file, or a dataset's name on the hub
     name: str | tuple = '',   # a split or a file of a run folder; of several, the first that exists

@@ -30,7 +30,7 @@ def alpaca_prompt(record: dict) -> str:
             'Write a response that appropriately completes the request.\n\n'
             f'### Instruction:\n{prompt_text(record)}\n\n{given}### Response:')
 
-
+# %% ../../nbs/data/text.ipynb #8fb03b1b
 def uses_chat(tokenizer, template: str = 'auto') -> bool:
     "Tell whether a chat template makes the prompts; ValueError for `chat` if there is none."
     if tokenizer.chat_template: return template in ('auto', 'chat')
@@ -38,7 +38,7 @@ def uses_chat(tokenizer, template: str = 'auto') -> bool:
     raise ValueError(f'template = chat: {tokenizer.name_or_path} has no chat template. '
                      'Take alpaca or raw')
 
-
+# %% ../../nbs/data/text.ipynb #f8489aa2
 def _chat_prompt(messages: list[dict], tokenizer) -> str:
     "Write a dialogue in the chat template, up to the answer; ValueError for turns that it refuses."
     from jinja2 import TemplateError
@@ -54,13 +54,13 @@ def _chat_prompt(messages: list[dict], tokenizer) -> str:
     raise ValueError(f'the chat template of {tokenizer.name_or_path} refuses the dialogue '
                      f'{dialogue_text(messages).strip()!r:.80}: {reason}. Set template = "raw"')
 
-
+# %% ../../nbs/data/text.ipynb #c03664ab
 def _continues_text(record, tokenizer, template):
     "Tell whether a record's answer continues a dialogue that is written as in hh-rlhf."
     as_text = template != 'alpaca' and not uses_chat(tokenizer, template)
     return as_text and bool(prompt_messages(record))
 
-
+# %% ../../nbs/data/text.ipynb #71d9df97
 def build_prompt(
     record: dict,
     tokenizer,
@@ -125,12 +125,12 @@ def _token_ids(texts, tokenizer, **how):
         for row in encoded['input_ids']: rows.append([known.setdefault(i, i) for i in row])
     return rows
 
-
+# %% ../../nbs/data/text.ipynb #b8e35f1d
 def _ids(text, tokenizer, **how):
     "Encode a text alone."
     return _token_ids([text], tokenizer, **how)[0] if text else []
 
-
+# %% ../../nbs/data/text.ipynb #58a8f0cb
 _WITHIN = ['\n', '.', '1', '']   # a text behind one of the first three does not begin a text
 
 
@@ -148,14 +148,14 @@ def _ids_behind(
         else: rows[k] = _ids_behind(others, [texts[k]], tokenizer, **how)[0]
     return rows
 
-
+# %% ../../nbs/data/text.ipynb #c38d7cbb
 def _word_behind(text, tokenizer) -> list[int] | None:
     "Encode a word behind a text; None if it shares a token with the text."
     begin = _ids(text, tokenizer)
     whole = _ids(text + 'a', tokenizer)
     return whole[len(begin):] if whole[:len(begin)] == begin else None
 
-
+# %% ../../nbs/data/text.ipynb #5ee76ac6
 def _anchors(before, tokenizer):
     "List the texts behind which a word has the tokens that it has behind `before`."
     words = {}
@@ -278,12 +278,12 @@ def start_tokens(tokenizer) -> list[int]:
     n = encoded['special_tokens_mask'].index(0)
     return encoded['input_ids'][:n]
 
-
+# %% ../../nbs/data/text.ipynb #715ff4ff
 def _count(special, ids):
     "Count the special tokens among others."
     return sum(i in special for i in ids)
 
-
+# %% ../../nbs/data/text.ipynb #09cc1a0b
 def _spell_out(ids, own, record, tokenizer, special):
     "Make text of a record's special tokens; `own` counts the template's, around its texts."
     given = _count(special, ids) - sum(own)
@@ -305,7 +305,7 @@ def _spell_out(ids, own, record, tokenizer, special):
         else: spelt.append(i)
     return spelt
 
-
+# %% ../../nbs/data/text.ipynb #b688ebe9
 def encode_prompts(
     records: list[dict],
     tokenizer,
@@ -333,7 +333,7 @@ def encode_prompts(
         prompts.append(start + _spell_out(ids, own[roles], record, tokenizer, special))
     return prompts
 
-
+# %% ../../nbs/data/text.ipynb #9b1c5eaa
 def _without_ends(texts, tokenizer, template):
     "Take away ends of turns that are written out behind texts."
     gap = _frame(tokenizer, template).gap
@@ -347,7 +347,7 @@ def _without_ends(texts, tokenizer, template):
         bare.append(text)
     return bare
 
-
+# %% ../../nbs/data/text.ipynb #81e3338e
 def encode_responses(
     texts: list[str],
     tokenizer,
@@ -383,7 +383,7 @@ def encode_responses(
     ends = [end if over else [] for over in ended]
     return [sum(parts, []) for parts in zip(begins, rows, ends)]
 
-
+# %% ../../nbs/data/text.ipynb #68a5bad7
 def decode(
     tokens: list[int],
     tokenizer,
@@ -423,7 +423,7 @@ def pad(
         padded.append([*gap, *row] if side == 'left' else [*row, *gap])
     return torch.tensor(padded)
 
-
+# %% ../../nbs/data/text.ipynb #3517bb24
 def collate(
     prompts: list,     # token ids of each prompt
     responses: list,   # token ids of each response
@@ -447,7 +447,7 @@ def collate(
     return dict(ids=pad(ids, pad_id, side), mask=pad(mask, 0, side),
                 response=pad(response, 0, side))
 
-
+# %% ../../nbs/data/text.ipynb #13f77520
 def rollout_batch(
     prompts: list,     # token ids of each prompt, to be padded on the left
     responses: list,   # token ids of each sampled response, to be padded on the right
@@ -464,7 +464,7 @@ def rollout_batch(
     right = collate(empty, responses, pad_id)
     return {name: torch.cat([left[name], right[name]], 1) for name in left}
 
-
+# %% ../../nbs/data/text.ipynb #e26bc029
 def answer_batches(
     prompts: list,     # token ids of each prompt
     responses: list,   # token ids of each response
@@ -516,7 +516,7 @@ def check_limit(
     most = sorted(lengths)[math.ceil(.95 * len(lengths)) - 1]
     raise ValueError(f'{text}. Set {setting} to {most} for 95 %, or to {max(lengths)} for all')
 
-
+# %% ../../nbs/data/text.ipynb #3fc4f195
 def within_limit(
     lengths: list[int],   # in tokens
     limit: int,
@@ -535,7 +535,7 @@ def within_limit(
     if len(rows) < len(lengths): print(f'{text} (the longest has {max(lengths)}) and are left out')
     return rows
 
-
+# %% ../../nbs/data/text.ipynb #46df0ef4
 def position_limit(policy) -> float:
     "Count the tokens that a model can read; infinite where it has no table of positions."
     limit = getattr(policy.config.get_text_config(), 'max_position_embeddings', None) or math.inf
@@ -544,7 +544,7 @@ def position_limit(policy) -> float:
             limit = len(table.weight) - table.padding_idx - 1   # RoBERTa begins behind it
     return limit
 
-
+# %% ../../nbs/data/text.ipynb #fd2cf8b8
 def check_positions(
     policy,
     length: int,   # in tokens
@@ -562,7 +562,7 @@ def check_positions(
     raise ValueError(f'{what}: {length} tokens, but {name} reads at most {limit} '
                      '(max_position_embeddings)')
 
-
+# %% ../../nbs/data/text.ipynb #5456fc10
 def encode(
     records: list[dict],
     fields: tuple,     # fields with responses: `output`, or in pairs `output_1`, `output_2`
