@@ -284,12 +284,23 @@ def _first_preferred(records: list[dict]):
     return wilson(first, len(decided)) if decided else None
 
 # %% ../nbs/look_at_data.ipynb #404d6743
+def _ranks_as_scores(records: list[dict]) -> bool:
+    "Tell whether the scores of all candidates are the numbers from 1 to n."
+    for record in records:
+        scores = record.get('scores') or [None]
+        if len(scores) < 2 or None in scores: return False
+        if sorted(scores) != list(range(1, len(scores) + 1)): return False
+    return True
+
+
 def _odd_labels(part: Part):
     "Yield a sentence and the rows for each oddity in the labels of a file."
     records = part.records
     if part.kind == 'output' and 'label' in records[0]:
         try: answer_labels(records, part.name)
         except ValueError as e: yield str(e), []
+    if part.kind == 'candidates' and _ranks_as_scores(part.records):
+        yield 'the scores of each row are 1 to n. Are they ranks? The highest is the best', []
     if part.kind == 'preference':
         share = None if part.by_coin else _first_preferred(records)
         if share and not share.low <= .5 <= share.high:

@@ -17,8 +17,8 @@ from fastcore.basics import patch
 from filelock import AsyncFileLock, Timeout
 
 from .protocol import answer_text, cost, estimate_tokens, format_dollars
-from .protocol import parse_decoding, price_list, read_answer, redact
-from .protocol import token_usage
+from .protocol import parse_decoding, price_list, read_answer, reading_advice
+from .protocol import redact, token_usage
 from .store import endpoint_name, limit_reached, request_key, Store
 from ..data.shown import request_text
 from ..run.files import json_text
@@ -184,6 +184,7 @@ class ApiClient:
         self.tally = Usage()
         self.own = set()      # keys of the answers that this client has asked for
         self.unread = []      # answers that the caller could not parse
+        self.readable = False   # whether the caller could parse any answer
         self.said = set()     # lines that are printed once
         self.reserved = 0.    # dollars that requests under way may cost
 
@@ -478,6 +479,9 @@ def __call__(self: ApiClient,
     return [self.answers.get(key) for key in keys]
 
 # %% ../../nbs/ask/client.ipynb #e90806ba
+_TRIAL = 20   # answers, of which one at least must be readable
+
+
 def ask(
     client: ApiClient,
     requests: list[dict],
@@ -485,7 +489,7 @@ def ask(
     tries: list[int] = (),  # how often the client asks for a readable answer; once by default
     draws: list[int] = (),  # number of each request's first answer in the store
 ) -> tuple[list, list[list[dict]]]:   # what each request's last answer says; all its answers
-    """Ask until answers can be read or have been tried.
+    """Ask until answers can be read or have been tried; ValueError if none of the first can.
 
     Parameters:
       read : takes an index and an answer; gives what the answer says, None if unreadable
@@ -501,6 +505,11 @@ def ask(
     def receive(i, answer):
         answers[i].append(answer)
         said[i] = read(i, answer)
+        if said[i] is not None: client.readable = True
+        if client.readable or client.tally.asked < _TRIAL: return
+        last = json.dumps(answer['choices'][0], ensure_ascii=False)[:300]
+        raise ValueError(f'none of {client.tally.asked} answers of {client.name} can be read: '
+                         f'{reading_advice(requests[i], answer)}. The last was {last}')
     left = range(n)
     attempt = 0
     while left:

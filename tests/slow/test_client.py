@@ -295,6 +295,26 @@ def test_a_full_disk_names_the_remedy(tmp_path, server):
         client(asked(300))
 
 
+def test_nothing_readable_stops_early(tmp_path, server):
+    "Not after all pairs are paid for, and not once the server is mended."
+    server.set(template='I like the {letter} one.')
+    cfg = annotation(tmp_path, server, n=100, concurrency=4)
+    for times in (1, 2):
+        with pytest.raises(ValueError, match='none of 20 answers.*I like the'):
+            run(cfg)
+        assert 20*times <= len(server.requests()) < 30*times
+    server.set(template='Output ({letter})')
+    run(cfg)
+    assert summary(cfg)['labels'] == summary(cfg)['asked'] == 100
+
+
+def test_one_readable_answer_is_enough_to_go_on(tmp_path, server):
+    client = client_of(tmp_path, server)
+    said, answers = ask(client, asked(30), lambda i, answer: i or None)
+    assert said == [None, *range(1, 30)]
+    assert [] not in answers
+
+
 def test_an_error_of_who_reads_keeps_what_is_paid_for(tmp_path, server):
     "What was under way is stored, and the error names what went wrong."
     server.set(latency=.3)
