@@ -438,7 +438,7 @@ def _policy_rows(cfg: OverConfig, measures: Measures, proxies: dict, folder) -> 
 # at: n, or the step of the checkpoint; run: folder of the policy, or of the reward that chooses;
 # then the means of the marks
 _COLUMNS = ('method labels kl kl_bound proxy proxy_low proxy_high utility utility_low utility_high '
-            'crowd at run')
+            'crowd crowd_low crowd_high at run')
 _FORETOLD = 'labels method at reward effective mark foretold error error_low error_high'
 
 

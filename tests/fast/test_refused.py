@@ -179,7 +179,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('rrhf', dict(reward_model=''), 'score is None'),
     ('rrhf', dict(sources=['gpt']), 'sources'),
     ('rrhf', dict(reward_model=f'{HERE}:indifferent', missing_eos=''), 'nothing to rank'),
-    ('expert_iteration', dict(rounds=61), '60 instructions'),
+    ('expert_iteration', dict(rounds=61), '60 requests'),
     ('best_of_n', STORED | dict(n=3), 'n = 3'),
     ('best_of_n', dict(reference='{sft}'), 'reference'),   # beside a reward model
     ('eval', dict(policies=['{world}', '{world}/model']), 'another row world'),

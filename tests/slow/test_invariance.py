@@ -46,4 +46,5 @@ def test_accumulation(base, tmp_path, name):
         for a, b in zip(whole, log, strict=True):
             assert a.keys() == b.keys()
             for k in a.keys() - {'wall'}:
-                assert a[k] == pytest.approx(b[k], rel=2e-4, abs=2e-5), (a['step'], k)
+                near = .07 if k == 'accuracy' else 2e-5   # at first all margins are nearly 0
+                assert a[k] == pytest.approx(b[k], rel=2e-4, abs=near), (a['step'], k)
