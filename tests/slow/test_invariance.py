@@ -46,5 +46,6 @@ def test_accumulation(base, tmp_path, name):
         for a, b in zip(whole, log, strict=True):
             assert a.keys() == b.keys()
             for k in a.keys() - {'wall'}:
-                near = .07 if k == 'accuracy' else 2e-5   # at first all margins are nearly 0
-                assert a[k] == pytest.approx(b[k], rel=2e-4, abs=near), (a['step'], k)
+                # DPO starts at its reference: the first margins are 0, with either sign by rounding
+                if (notebook, k, a['step']) == ('dpo', 'accuracy', 1): continue
+                assert a[k] == pytest.approx(b[k], rel=2e-4, abs=2e-5), (a['step'], k)
