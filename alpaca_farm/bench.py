@@ -194,8 +194,9 @@ def _shuffled_job(jobs: dict[str, Job], seed: int) -> Job:
                    settings=dpo.settings | dict(preferences=labels))
 
 # %% ../nbs/bench.ipynb #4db5c29d
-def _run_name(method: str, settings: dict) -> str:
-    "Name the runs of a method with its settings."
+def _run_name(method: str, settings: dict, seed: int) -> str:
+    "Name the runs of a method with its settings and seed."
+    if seed: settings = settings | dict(seed=seed)
     name = re.sub('[^A-Za-z0-9.+_-]+', '.', method)
     return f'{name}-{digest(settings)[:6]}' if settings else name
 
@@ -214,7 +215,7 @@ def method_jobs(cfg: BenchConfig) -> list[Job]:
             own['policy'] = own['policy'].format(world=k)
             own['reference'] = like.settings['policy']   # of its KL
         own['seed'] = like.settings['seed'] + cfg.seed
-        out = f'{Path(like.out).parent}/{_run_name(cfg.method, cfg.settings)}'
+        out = f'{Path(like.out).parent}/{_run_name(cfg.method, cfg.settings, cfg.seed)}'
         jobs.append(replace(like, out=out, settings=like.settings | own))
     return jobs
 
@@ -240,7 +241,7 @@ def _judge_run(cfg: BenchConfig, run: str, k: int) -> dict[str, float]:
     references = read_answers(f'{Path(world.folder).parent}/references', candidates=True)
     answers = answers_to(read_answers(run), references)
     found = dict(kl=read_summary(run).get('kl', np.nan))
-    for column, role in dict(crowd='held_out', pool='pool').items():
+    for column, role in dict(crowd='board_judge', pool='pool').items():
         judge = load_annotators(world.path(getattr(world, role)), cfg)
         found[column] = 100*float(preferences_over(answers, references, judge).mean() - 1)
     return found

@@ -67,7 +67,7 @@ class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
       demonstrations : file of requests with outputs for SFT; empty: no SFT (default: )
       columns : names of yours, after their file's setting (default: [])
       judge : who labels and judges, as in `annotators` (default: runs/world/held_out_crowd.json)
-      held_out : who judges the board; empty: the judge (default: )
+      board_judge : who judges the board; empty: the judge (default: )
       methods : of the farm's (default: ['best_of_n', 'dpo'])
       n : samples of best-of-n for each prompt (default: 8)
       temperature : of all answers that are compared (default: by size, 1.0 for a toy, 0.8 for a
@@ -94,7 +94,7 @@ class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
     demonstrations: Annotated[str, Reads(('sft',))] = ''
     columns: list[str] = field(default_factory=list)  # names of yours, after their file's setting
     judge: Judge = 'runs/world/held_out_crowd.json'  # who labels and judges, as in `annotators`
-    held_out: Judge = ''                  # who judges the board; empty: the judge
+    board_judge: Judge = ''               # who judges the board; empty: the judge
     methods: Annotated[list[Literal[*METHODS]], Len(1)] = field(  # of the farm's
         default_factory=lambda: ['best_of_n', 'dpo'])
     n: Annotated[int, Ge(2)] = 8          # samples of best-of-n for each prompt
@@ -109,7 +109,7 @@ class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
         super().__post_init__()
         _columns_of(self.columns)
         if self.recipe: check_sizes(f'recipe = {self.recipe}', read_yaml(at_root(self.recipe)))
-        check_known_names([self.judge, self.held_out], self.models)
+        check_known_names([self.judge, self.board_judge], self.models)
 
 # %% ../nbs/bring_your_own.ipynb #87bf7c4a
 def _check_prompts(run, data: dict):
@@ -152,7 +152,7 @@ def _read_own(run) -> tuple:
     most = cfg.max_instances or None
     data['prompts'] = list(different.values())[:most]
     _check_prompts(run, data)
-    judges = [load_annotators(spec, cfg) for spec in (cfg.judge, cfg.held_out) if spec]
+    judges = [load_annotators(spec, cfg) for spec in (cfg.judge, cfg.board_judge) if spec]
     record = data['prompts'][0]
     one = dict(record, output='One.')
     other = dict(record, output='Another.')
@@ -273,7 +273,7 @@ def forecast(
         asked += len(requests)
         dollars.append(clients[0].print_forecast(requests))
     counts = ', '.join(f'{len(records)} {name}' for name, records in splits.items())
-    by = ' and '.join(filter(None, [cfg.judge, cfg.held_out]))
+    by = ' and '.join(filter(None, [cfg.judge, cfg.board_judge]))
     print(f'{cfg.model} with prompts {counts}; {labels} labels by {by}')
     cost = None if None in dollars else sum(dollars)
     return dict(labels=labels, requests=asked, dollars=cost)
@@ -315,8 +315,8 @@ def run(cfg: BringYourOwnConfig, run: Run):
     if cfg.demonstrations: start_from = dict(base=cfg.model)
     asking = {k: v for k, v in cfg.changed().items() if k in ApiConfig.__annotations__}
     labelled = './preferences.json' if cfg.preferences else ''
-    board = cfg.held_out or cfg.judge
-    write_world(run, **start_from, crowd='', pool=cfg.judge, held_out=board,
+    board = cfg.board_judge or cfg.judge
+    write_world(run, **start_from, crowd='', pool=cfg.judge, board_judge=board,
                 preferences=labelled, ways=['likeliest', 'longest'], sizes=own_sizes(cfg),
                 asking=asking)
     read_world(cfg.out)   # what a farm would miss is refused now

@@ -43,9 +43,10 @@ class FarmConfig(JudgedConfig):
       workers : runs side by side; 0 for the number of cores (default: 0)
       place : where the runs are made: empty for this machine, ray or slurm (default: )
       crowd : judges who label for the second training; empty: the crowd of each world (default: )
-      held_out : judges of the board; empty: the held-out crowd of each world (default: )
+      board_judge : judges of the board; empty: the held-out crowd of each world (default: )
       pool : simulated judges, who label and judge; empty: the pool of each world (default: )
-      labels : people's labels of the answers, to correct the win rates under held_out (default: )
+      labels : people's labels of the answers, to correct the win rates under board_judge (default:
+        )
       policies : models trained elsewhere on labels of the first replicate, to be rows of its board
         (default: [])
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
@@ -60,9 +61,9 @@ class FarmConfig(JudgedConfig):
     # where the runs are made: empty for this machine, ray or slurm
     place: Annotated[str, ASIDE] = ''
     crowd: Judge = ''  # judges who label for the second training; empty: the crowd of each world
-    held_out: Judge = ''  # judges of the board; empty: the held-out crowd of each world
+    board_judge: Judge = ''  # judges of the board; empty: the held-out crowd of each world
     pool: Judge = ''  # simulated judges, who label and judge; empty: the pool of each world
-    # people's labels of the answers, to correct the win rates under held_out
+    # people's labels of the answers, to correct the win rates under board_judge
     labels: Labels = ''
     # models trained elsewhere on labels of the first replicate, to be rows of its board
     policies: Outside = field(default_factory=list)
@@ -132,13 +133,13 @@ def _has_crowd(cfg: FarmConfig, world: World) -> bool:
 
 def population(
     cfg: FarmConfig,
-    role: str,       # crowd, held_out or pool
+    role: str,       # crowd, board_judge or pool
     world: World,    # of the replicate
 ) -> str:
     """Return who has a role by the settings, or else in the world.
 
     Parameters:
-      role : crowd, held_out or pool
+      role : crowd, board_judge or pool
       world : of the replicate
     """
     return getattr(cfg, role) or world.path(getattr(world, role))
@@ -146,12 +147,12 @@ def population(
 # %% ../nbs/farm.ipynb #005c5099
 def names_of(cfg: FarmConfig, world: World) -> dict[str, dict]:
     "Name, as `eval` does, who judges by the board's columns, and whose labels teach."
-    held_out, pool, crowd = (population(cfg, role, world) for role in ('held_out', 'pool', 'crowd'))
+    crowd, board_judge, pool = (population(cfg, role, world) for role in ROLES)
     if world.preferences and not cfg.crowd: crowd = world.preferences
     names = {}
-    for name, spec in short_names([*{held_out, pool, crowd}]).items():
+    for name, spec in short_names([*{board_judge, pool, crowd}]).items():
         names[spec] = 'held-out crowd' if name == 'held_out_crowd' else name
-    return dict(judges=dict(crowd=names[held_out], pool=names[pool]),
+    return dict(judges=dict(crowd=names[board_judge], pool=names[pool]),
                 labels=dict(pool=names[pool], crowd=names[crowd]))
 
 # %% ../nbs/farm.ipynb #992109bf
@@ -239,7 +240,7 @@ def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
 # %% ../nbs/farm.ipynb #8deb72f2
 def _board_judges(cfg: FarmConfig, world: World) -> dict:
     "Who judges the board, by column: the held-out crowd, the pool if it is another, the utility."
-    crowd = population(cfg, 'held_out', world)
+    crowd = population(cfg, 'board_judge', world)
     pool = population(cfg, 'pool', world)
     machine = dict(device=cfg.device, dtype=cfg.dtype)
     asking = ApiConfig(out=cfg.out, seed=cfg.seed, **machine, **world.asking)
@@ -260,7 +261,7 @@ def _tell_lacking(cfg: FarmConfig, world: World):
     names = names_of(cfg, world)
     judge = names['judges']['crowd']
     if judge in names['labels'].values():
-        print(f'{judge} judges what its own labels have taught: name another as held_out')
+        print(f'{judge} judges what its own labels have taught: name another as board_judge')
 
 # %% ../nbs/farm.ipynb #19a43d88
 def _make_runs(cfg: FarmConfig) -> tuple[tuple[str, ...], list[str]]:

@@ -452,7 +452,7 @@ def run(cfg: OverConfig, run: Run):
         raise ValueError(f'{cfg.world} has no utility: over-optimisation is measured by one')
     bank = load_records(cfg.bank, 'candidates', 'candidates')[:cfg.instances]
     references = load_records(cfg.references, 'candidates', 'candidates')
-    judge = load_annotators(world.path(world.held_out), cfg)
+    judge = load_annotators(world.path(world.board_judge), cfg)
     run.load()
     proxies = {policy: _policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
     def crowd(records):

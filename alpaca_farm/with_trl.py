@@ -261,7 +261,7 @@ class TruthCallback(TrainerCallback):
         found = read_world(world)
         self.utility = found.function(found.utility) if found.utility else None
         self.judges = {}
-        for name, role in (('held_out_crowd', found.held_out), ('pool', found.pool)):
+        for name, role in (('held_out_crowd', found.board_judge), ('pool', found.pool)):
             self.judges[name] = load_annotators(found.path(role), Config())
         self.records = load_records(world, split)[:requests]
         self.sampling = SampleConfig(temperature=temperature, max_new_tokens=max_new_tokens,

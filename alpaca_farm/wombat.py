@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from .ask.client import ApiClient, ApiConfig, ask
+from .ask.protocol import adapt_decoding
 from .data.dialogues import full_instruction, prompt_key
 from .data.pairs import hash_uniform
 from .data.records import first_places, merge_candidates, select_candidates
@@ -78,8 +79,8 @@ def _rating_request(
     request = break_control_tokens(full_instruction(query))
     text = _RATING.format(k=len(order), request=request, answers='\n\n'.join(answers))
     message = dict(role='user', content=text)
-    return dict(model=cfg.rater, messages=[message], temperature=temperature,
-                max_tokens=40 * len(order))
+    return adapt_decoding(dict(model=cfg.rater, messages=[message], temperature=temperature,
+                               max_tokens=40 * len(order)))
 
 # %% ../nbs/wombat.ipynb #d3814b03
 _LINE = re.compile(r'\W*(?:answer\W+)?(\d+)\W*:\W*([1-5])' + 3 * '[ ,;|]+([1-5])' + r'\W*', re.I)

@@ -21,7 +21,7 @@ from ..run.settings import as_type, folder_function, refuse_unknown, resolve, Sh
 # %% ../../nbs/worlds/folder.ipynb #f01d0007
 VERSION = 1
 SPLITS = ('sft', 'preference', 'unlabeled', 'val', 'eval')
-ROLES = ('crowd', 'held_out', 'pool')
+ROLES = ('crowd', 'board_judge', 'pool')
 WAYS = ('likeliest', 'longest', 'shortest', 'utility')
 
 
@@ -32,7 +32,7 @@ class World:
     base: str = '.'             # model of which the farm makes its policy on split sft
     policy: str = ''            # policy to start from, in place of that
     crowd: str = './crowd.json'  # judges for the second training; empty: none
-    held_out: str = './held_out_crowd.json'  # judges of the board
+    board_judge: str = './held_out_crowd.json'  # judges of the board
     pool: str = './pool.json'   # simulated judges: they label and judge
     preferences: str = ''       # labels that are there already, in place of the crowd's
     reader: str = ''            # module:function, path -> judge: reads the judges in the folder

@@ -89,7 +89,7 @@ WORLDS = dict(   # what is wrong in the file of a world
     lost_policy=dict(base='./nothing'),
     two_models=dict(policy='no/such/model/here'),
     lost_pool=dict(pool='./pools.json'),
-    lost_judge=dict(held_out='nobody:judge'),
+    lost_judge=dict(board_judge='nobody:judge'),
     lost_labels=dict(preferences='../labels.json'),
     lost_utility=dict(utility='nobody:utility'),
     flips=dict(label_flip=2),

@@ -142,7 +142,7 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(size='no/such/file.yaml'), 'no/such/file.yaml'),
         (dict(seeds=0), 'seeds'),
         (dict(crowd='alpaca_farm.world:nobody'), 'nobody'),
-        (dict(held_out='no/such.json'), 'no/such.json')],
+        (dict(board_judge='no/such.json'), 'no/such.json')],
     bench=[
         (dict(method='ipo', settings=dict(beta=-1)), 'beta'),
         (dict(method='runs'), '{world}'),

@@ -71,17 +71,17 @@ def shown(name, **more):
 
 
 @pytest.mark.parametrize('preferences', [True, False])
-@pytest.mark.parametrize('held_out', ['', 'my_module:strict'])
-def test_from_files_to_what_to_keep(project, preferences, held_out):
+@pytest.mark.parametrize('board_judge', ['', 'my_module:strict'])
+def test_from_files_to_what_to_keep(project, preferences, board_judge):
     "Where another judges the board, the farm has two replicates and the decision two seeds."
-    shown('bring_your_own', held_out=held_out, **{} if preferences else dict(preferences=''))
-    seeds = 2 if held_out else 1
+    shown('bring_your_own', board_judge=board_judge, **{} if preferences else dict(preferences=''))
+    seeds = 2 if board_judge else 1
     board = '\n'.join(shown('farm', seeds=seeds))
-    assert ('>strict<' if held_out else '>my_judge<') in board
+    assert ('>strict<' if board_judge else '>my_judge<') in board
     assert '>crowd<' not in board
     assert 'held-out crowd' not in board
     assert ('>labels: preferences<' in board) == ('dpo_crowd' in board) == preferences
-    assert ('judges what its own labels have taught' in board) == (not held_out)
+    assert ('judges what its own labels have taught' in board) == (not board_judge)
     assert 'was made before' not in board
     assert 'runs/own has no utility' in board
     assert 'has no parts.csv' in board
