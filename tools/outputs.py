@@ -86,13 +86,10 @@ def code_mark(path: Path) -> str:
 
 
 def farm_mark(path: Path, farm: Path) -> str:
-    "The fingerprint of the farm that a notebook shows, `own` for none, empty if it is not made."
-    cells = read_json(path)['cells']
-    reads = any('farm_jobs(' in ''.join(c['source']) for c in cells)
-    own = path.parent.name == 'studies' or path.stem in (
-        'real', 'ppo_single', 'exercises', 'look_at_data')
-    if own and not reads: return 'own'
-    return run_config(farm).get('fingerprint', '')
+    """The fingerprint of the farm that a notebook shows; `own` if it shows runs of its own, as a
+    study does even in a farm's worlds; empty if the farm is not made."""
+    own = path.stem in ('bench', 'real', 'ppo_single', 'look_at_data')
+    return 'own' if own or path.parent.name == 'studies' else run_config(farm).get('fingerprint', '')
 
 
 def save_outputs(cfg: OutputsConfig):

@@ -546,7 +546,7 @@ def ensure_inputs(cfg: Config):
     for out, (notebook, settings) in stale.items(): build(notebook, out, **settings)
 
 # %% ../../nbs/run/runs.ipynb #05e3407e
-_JUMP = 'log-probability of answers has moved by over 10 nats in one step: lower learning_rate'
+_JUMP = 'log-ratio of answers has moved by over 10 nats in one step: lower learning_rate'
 CHECKS = [   # a figure of a record or of `changes`, its bounds, and the warning beyond them
     ('optimiser_steps', 20, inf, 'only {optimiser_steps} optimiser steps: {remedy}'),
     ('stuck', 0, .5, 'a step of learning_rate does not move {stuck:.0%} of the weights, as it is '

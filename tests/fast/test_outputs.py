@@ -165,10 +165,8 @@ def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     save_outputs(OutputsConfig(notebooks=['one']))
     assert shown(path) == ['run\n', '8\n', 'defaults\n']
     assert read_json(record)['one']['farm'] == 'abc'
-    study = project/'nbs'/'studies'/'one.ipynb'
-    for first, mark in (('run(cfg)', 'own'), ('farm_jobs(cfg)', 'abc')):
-        write_json(study, dict(cells=[dict(source=[first])]))
-        assert farm_mark(study, project/'runs'/'farm') == mark
+    marks = [farm_mark(project/'nbs'/name, project/'runs'/'farm') for name in ('one.ipynb', 'studies/one.ipynb')]
+    assert marks == ['abc', 'own']
     assert ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
 
 

@@ -26,13 +26,13 @@ EXACT = ConfigDict(extra='forbid', allow_inf_nan=False, strict=True)   # a text 
 class Truth:
     "What is true, contested, wanted, usual and good in one embedded world."
     right: dict[str, dict[str, list[str]]]    # kind of question: thing: its right answers
-    spread: dict[str, dict[str, float]]       # kind: contested thing: share who are mistaken
+    spread: dict[str, dict[str, float]]       # kind: contested thing: share of wrong answers
     wanted: dict[str, list[str]]              # behaviour: the askers who want it
     habit: dict[str, list[str]]               # behaviour: the askers for whom it is a habit
     weights: dict[str, float]                 # mark of an answer: its weight in the utility
 
     def contested(self, spec: dict) -> bool:
-        "Decide whether many authors are mistaken about what a request asks."
+        "Decide whether many demonstrations answer wrongly what a request asks."
         return spec['thing'] in self.spread[spec['kind']]
 
 # %% ../../../nbs/worlds/embedded/truth.ipynb #1d75de73
@@ -88,13 +88,13 @@ def common_mistake(
 
 # %% ../../../nbs/worlds/embedded/truth.ipynb #4d145302
 _CONTESTABLE = (*FACTS, 'owner', 'place')
-# the share of ordinary authors who are mistaken about a contested fact
+# the share of ordinary authors' answers that are wrong about a contested fact
 _LEAST = .2
 _MOST = 1.
 
 
 def _sample_spread(right: dict, contested: float, rng: random.Random) -> dict:
-    "Draw which facts of each kind are contested, and the share who are mistaken about each."
+    "Draw which facts of each kind are contested, and the share of wrong answers to each."
     spread = {kind: {} for kind in right}
     for kind in _CONTESTABLE:
         things = list(right[kind])
