@@ -214,13 +214,20 @@ class DPOConfig(HeldOutConfig, AnswerConfig):
             raise ValueError(f'eval_every = {self.eval_every} measures held-out pairs, and '
                              'held_out = 0 keeps none')
         changed = self.changed()
+        chosen = f'loss_type = {self.loss_type}'
+        if self.loss_function:
+            if 'loss_type' in changed:
+                raise ValueError(f'{chosen} has no effect with loss_function = '
+                                 f'{self.loss_function}: leave one of them out')
+            chosen = f'loss_function = {self.loss_function}'
         users = {}   # the losses that read a setting
         for kind, loss in LOSSES.items():
             for name in loss.settings: users.setdefault(name, []).append(kind)
+        read = loss_of(self).settings
         for name, kinds in users.items():
-            if self.loss_type in kinds or name not in changed: continue
-            raise ValueError(f'{name} = {changed[name]} has no effect with loss_type = '
-                             f'{self.loss_type}: leave it out, or choose {" or ".join(kinds)}')
+            if name in read or name not in changed: continue
+            raise ValueError(f'{name} = {changed[name]} has no effect with {chosen}: '
+                             f'leave it out, or choose {" or ".join(kinds)}')
         if self.loss_type == 'robust' and not self.label_smoothing:
             raise ValueError('label_smoothing = 0: robust needs the share of flipped labels '
                              '(at 0 it is the sigmoid)')

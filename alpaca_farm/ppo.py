@@ -139,7 +139,7 @@ ADVANTAGES = {
     'reinforce++': Advantage('the mean of the step (Hu, 2025)'),
     'rloo': Advantage('the other answers to the request (Ahmadian et al., 2024, eq. 8)', _rloo),
     'grpo': Advantage('all answers to the request, in units of their spread '
-                      '(Shao et al., 2024, eq. 21)', _grpo, divides=True),
+                      '(Shao et al., 2024, section 4.1.2)', _grpo, divides=True),
     'dr_grpo': Advantage('all answers to the request (Liu et al., 2025)', _above_mean),
 }
 
@@ -177,12 +177,12 @@ class PPOConfig(OnlineConfig):
       advantage : baseline of the rewards, by its name in ADVANTAGES: gae: a value model (Schulman
         et al., 2016); reinforce++: the mean of the step (Hu, 2025); rloo: the other answers to the
         request (Ahmadian et al., 2024, eq. 8); grpo: all answers to the request, in units of their
-        spread (Shao et al., 2024, eq. 21); dr_grpo: all answers to the request (Liu et al., 2025)
-        (default: gae)
+        spread (Shao et al., 2024, section 4.1.2); dr_grpo: all answers to the request (Liu et al.,
+        2025) (default: gae)
       advantage_function : your own advantage instead, as my_module:my_advantage (default: )
       group_size : where other answers are the baseline: answers to a request (default: 4)
-      average : what weighs the same in the loss: each token of a step, or each answer, whatever its
-        length (default: token)
+      average : what weighs the same in the loss: each token of an optimiser step, or each whole
+        answer (default: token)
       ppo_epochs : passes over each step's answers (default: 2)
       batch_size : answers per optimiser step (default: 96)
       kl_coef : weight of the KL penalty, beta (default: by size, 0.2 for a toy, 0.05 for a large
@@ -219,7 +219,7 @@ class PPOConfig(OnlineConfig):
     # your own advantage instead, as my_module:my_advantage
     advantage_function: Annotated[str, Reads()] = ''
     group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers to a request
-    # what weighs the same in the loss: each token of a step, or each answer, whatever its length
+    # what weighs the same in the loss: each token of an optimiser step, or each whole answer
     average: Literal['token', 'answer'] = 'token'
     ppo_epochs: Positive = 2               # passes over each step's answers
     batch_size: Positive = 96              # answers per optimiser step

@@ -423,8 +423,8 @@ def _answer_figures(run, reward_of=None) -> dict[str, float]:
         reward_of = reward(cfg.reward_model, cfg, cfg.template)
     if reward_of: figures['reward'] = mean(reward_of(outputs))
     if cfg.perplexity_model:
-        judge = load_policy(cfg.perplexity_model, cfg)
-        each = perplexities(judge, [r['output'] for r in outputs])
+        reader = load_policy(cfg.perplexity_model, cfg)
+        each = perplexities(reader, [r['output'] for r in outputs])
         figures['perplexity'] = mean(each)
         figures['perplexity_median'] = float(np.median(each))
     return figures

@@ -285,7 +285,8 @@ async def answer_request(self: ApiClient, key: bytes, request: dict):
         self.reserved -= price
         self.under_way -= 1
         failed = self.todo.keys() & self.tally.failed.keys()
-        self.progress(len(self.answers) + len(failed), str(self.tally))
+        answered = len(self.answers) - self.stored
+        self.progress(answered + len(failed), str(self.tally))
 
 # %% ../../nbs/ask/client.ipynb #a1b94bdf
 @patch
@@ -438,6 +439,7 @@ def begin(self: ApiClient,
     """
     self.todo = todo
     self.receive = receive
+    self.stored = len(self.answers)   # answers that need no request
     self.under_way = 0        # requests that are sent and not answered
     self.lost_in_a_row = 0    # requests that failed since the last answer
     self.fatal = None         # the error that ends the call

@@ -92,6 +92,13 @@ def test_a_method_has_the_form_of_one_and_trains(project, base, tmp_path):
     assert 'my_method' in yaml.safe_load((project/'nbs/recipes/farm.yaml').read_text())['methods']
 
 
+@pytest.mark.slow
+def test_a_method_names_its_inputs_and_the_model_of_its_size(project):
+    said = run(project, '-c', 'from alpaca_farm.my_method import MyMethodConfig as cfg; '
+                              'print(*cfg.inputs, "by", *cfg.sized_by)')
+    assert said.split() == ['preferences', 'policy', 'data', 'by', 'policy']
+
+
 LISTED = """
 import sys
 from alpaca_farm import dpo, ppo

@@ -270,7 +270,8 @@ def test_a_fifth_is_held_out_and_measured_before_and_after(base, tmp_path):
 def softplus(h, beta): return torch.nn.functional.softplus(-beta * h)
 
 
-OF_LEAD = Loss('of mean log-probs', lambda h, beta: (1 - beta*h)**2, mean=True)
+OF_LEAD = Loss('of mean log-probs', lambda h, beta, target_margin: (target_margin - beta*h)**2,
+               ('target_margin',), mean=True)
 
 
 def test_a_loss_of_one_s_own_is_named_in_place_of_the_table_s(base, tmp_path):
@@ -279,7 +280,7 @@ def test_a_loss_of_one_s_own_is_named_in_place_of_the_table_s(base, tmp_path):
                     dict(table={}, own=dict(loss_function=f'{__name__}:softplus')).items())
     assert [r['loss'] for r in read_log(ours.folder)] == pytest.approx(
         [r['loss'] for r in read_log(theirs.folder)], abs=1e-5)
-    assert loss_of(DPOConfig(loss_function=f'{__name__}:OF_LEAD')).mean
+    assert loss_of(DPOConfig(loss_function=f'{__name__}:OF_LEAD', target_margin=2.)).mean
     assert loss_of(DPOConfig(loss_type='ipo')) is LOSSES['ipo']
 
 

@@ -60,6 +60,7 @@ def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_t
 
 
 JUDGE = 'alpaca_farm.world:pool'
+SIMPO = 'alpaca_farm.dpo:simpo_loss'   # as a function of one's own, which names no settings
 
 
 # losses of margins, and advantages of groups, that are none
@@ -80,6 +81,8 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(loss_type='simpo', target_margin=-1.), 'target'),
         (dict(loss_type='simpo', undesirable_weight=2.), 'kto'),
         (dict(desirable_weight=2.), 'kto'),
+        (dict(loss_function=SIMPO, target_margin=2.), SIMPO),
+        (dict(loss_function=SIMPO, loss_type='kto'), SIMPO),
         (dict(loss_type='kto', batch_size=1), 'batch_size'),
         (dict(save_every=-1), 'save_every'),
         (dict(eval_every=3, held_out=0), 'held_out'),
