@@ -499,7 +499,8 @@ class FreeJobs:
                                 data=f'{self.farm}/world')]
 
     def judges(self, name: str, flattered: float) -> Job:
-        "Make the job of the farm's world with another liking for flattery in its pool, and no more."
+        """Make the job of a world of the farm's facts and 20 requests a split, with another liking
+        for flattery in its pool."""
         few = dict.fromkeys(('sft', 'preference', 'unlabeled', 'val', 'eval', 'prose'), 20)
         return self.make(f'{name}_world', 'world', 4., [], flattered=flattered, **few)
 

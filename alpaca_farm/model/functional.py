@@ -70,7 +70,7 @@ def selected_logprobs(
     weight,                   # (V, D) of the head
     tokens,                   # (N,)
     temperature: float = 1.,  # at which they were sampled
-    chunk: int = 0,           # rows whose logits are in memory; 0: as many as take 128 MB
+    chunk: int = 0,           # rows whose logits are in memory; 0: as many as take 128 MiB
     **head,                   # bias (V,), scale and cap, as in `head_logits`
 ) -> torch.Tensor:  # (N,), differentiable in hidden, weight and bias
     """Compute log-probs of tokens without all N x V logits in memory.
@@ -80,7 +80,7 @@ def selected_logprobs(
       weight : (V, D) of the head
       tokens : (N,)
       temperature : at which they were sampled
-      chunk : rows whose logits are in memory; 0: as many as take 128 MB
+      chunk : rows whose logits are in memory; 0: as many as take 128 MiB
     Returns: (N,), differentiable in hidden, weight and bias
     """
     if hidden.ndim != 2 or weight.ndim != 2 or tokens.shape != hidden.shape[:1]:

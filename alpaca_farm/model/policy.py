@@ -48,7 +48,8 @@ def explain_memory():
         if 'out of memory' not in reason and "can't allocate memory" not in reason: raise
         raise MemoryError(f'out of memory ({reason:.150}). Less memory is needed with '
                           'micro_batch_size or forward_batch = 1, gradient_checkpointing = True, '
-                          'lora_rank = 16, master_weights = False, optimizer = adamw_8bit, '
+                          'lora_rank = 16 (with quantize = True still less), '
+                          'master_weights = False, optimizer = adamw_8bit, '
                           'or a smaller model') from None
 
 # %% ../../nbs/model/policy.ipynb #4054b539

@@ -59,7 +59,7 @@ def marks(
     output: str,              # the answer
     truth: Truth = WRITTEN,   # of the world
 ) -> tuple[float, ...]:
-    """Mark an answer, in the order of COLUMNS; ValueError for a request of another world.
+    """Mark an answer, in the order of COLUMNS; ValueError for a thing that this world lacks.
 
     Parameters:
       output : the answer
@@ -103,7 +103,7 @@ def answer_matrix(
     field: str = 'output',    # of the records, with the answer
     truth: Truth = WRITTEN,   # of the world
 ) -> np.ndarray:  # (records, COLUMNS)
-    """Mark the answers in a field; ValueError for a request of another world.
+    """Mark the answers in a field; ValueError for a request about a thing that this world lacks.
 
     Parameters:
       field : of the records, with the answer
