@@ -120,7 +120,7 @@ def annotate_samples(self: PairwiseAutoAnnotator,
     Parameters:
       all_outputs : records with an `output`, or several in a list
       is_unique_instructions : one pair; else as many as different outputs
-    Returns: of `annotate_pairs`
+      kwargs : of `annotate_pairs`
     """
     prompts = {}
     outputs = {}
@@ -153,7 +153,7 @@ def annotate_head2head(self: PairwiseAutoAnnotator,
       outputs_1 : of the baseline
       outputs_2 : of the model
       is_ordered : match them row by row
-    Returns: of `annotate_pairs`
+      kwargs : of `annotate_pairs`
     """
     pairs = head2head_pairs(_records_of(outputs_1), _records_of(outputs_2), ordered=is_ordered)
     return self.annotate_pairs(pairs, **kwargs)
@@ -193,6 +193,8 @@ def alpaca_leaderboard(
       name : of the model
       is_add_reference_methods : also print AlpacaFarm's published win rates
       reference_outputs : of the baseline: a file or records; from the hub if not given
+      kwargs : of `PairwiseAutoAnnotator`
+    Returns: DataFrame with one row, AlpacaEval's columns
     """
     import pandas as pd
     if reference_outputs is None: reference_outputs = _reference_from_hub()

@@ -250,8 +250,7 @@ def _judge_run(cfg: BenchConfig, run: str, k: int) -> dict[str, float]:
 def win_rates(cfg: BenchConfig, jobs: list[Job]):  # a DataFrame
     """Tabulate win rates over SFT in percent: a row for each world and method.
 
-    Parameters:
-      jobs : a DataFrame
+    Returns: a DataFrame
     """
     import pandas as pd
     farm = worlds_farm(cfg)
@@ -292,8 +291,7 @@ def detectable(
 def differences(rates, method: str):  # DataFrames
     """Compare a method with every other row, best row first: points, over worlds.
 
-    Parameters:
-      method : DataFrames
+    Returns: DataFrames
     """
     import pandas as pd
     table = rates.pivot(index='world', columns='method', values='crowd').dropna(axis=1)
@@ -318,6 +316,7 @@ def compare_methods(
 
     Parameters:
       folders : by a name for each method: its comparison, all in the same worlds
+    Returns: a DataFrame; `low` and `high` are of one row alone, `clear` is after Holm's correction
     """
     import pandas as pd
     leads = {}   # by row subtracted and kind, then by name: (worlds,)

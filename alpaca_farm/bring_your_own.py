@@ -225,8 +225,8 @@ def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
 def _judged_pairs(cfg: BringYourOwnConfig, splits: dict, judge, labels: bool) -> list[dict]:
     "The pairs that a judge is shown, filled with the longest answers."
     trainings = 2 if cfg.preferences else 1   # of each method
-    rows = len(cfg.methods)*trainings + 3     # three ways without labels
-    if cfg.demonstrations: rows += 1          # the base model
+    rows = (len(cfg.methods) + 2)*trainings + 3   # two by words; three ways without labels
+    if cfg.demonstrations: rows += 1   # the base model
     orders = 1 if hasattr(judge, 'annotators') else 2
     records = splits['eval']*rows*orders
     if labels: records = records + splits['preference']

@@ -85,6 +85,8 @@ def dpo_loss(
       ref_rejected : (B,)
       beta : weight of the KL penalty
       loss_type : a name of `LOSSES`, whose margin has a reference
+      settings : of the loss: label_smoothing, the share of flipped labels
+    Returns: (B,)
     """
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     return LOSSES[loss_type].of_margin(h, beta, **settings)
@@ -101,6 +103,7 @@ def simpo_loss(
       lead : (B,) mean log-prob of the preferred answer's tokens minus the other answer's
       beta : the paper's are 2 to 10
       target_margin : gamma, the lead required of the preferred answer
+    Returns: (B,)
     """
     return -F.logsigmoid(beta * lead - target_margin)
 

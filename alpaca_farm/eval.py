@@ -83,7 +83,9 @@ def _answer_policies(cfg: EvalConfig) -> dict[str, str]:
     if made.get('notebook') == 'best_of_n':
         others = ('policy', 'served', 'samples')
         settings = {k: v for k, v in made['given'].items() if k not in others}
-        settings |= dict(data=made['settings']['data'], reference=made['settings']['policy'])
+        for name in ('data', 'temperature', 'top_p', 'max_new_tokens', 'max_prompt'):
+            settings[name] = made['settings'][name]
+        settings['reference'] = made['settings']['policy']
     settings |= dict(seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
     jobs = {}
     for name, policy in policy_names(cfg.policies, ()).items():

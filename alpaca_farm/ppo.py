@@ -51,6 +51,7 @@ def ppo_policy_loss(
       old_logp : (B, T) under the policy that sampled
       advantages : (B, T)
       clip : epsilon
+    Returns: (B, T)
     """
     ratio = (logp - old_logp).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
@@ -69,6 +70,7 @@ def ppo_value_loss(
       old_values : (B, T) when the answers were sampled
       returns : (B, T) targets
       clip : largest change that lowers the loss
+    Returns: (B, T)
     """
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     return .5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
@@ -87,6 +89,7 @@ def token_rewards(
       kl : (B, T) per-token KL estimate, zero outside of the response
       response : (B, T) mask
       kl_coef : weight of the penalty, beta
+    Returns: (B, T)
     """
     place = torch.arange(1, response.shape[1] + 1, device=response.device)
     last = (response * place).argmax(1)
@@ -155,6 +158,7 @@ def group_advantages(
       totals : (B,) sum of each answer's rewards; answers to one request are adjacent
       size : answers to each request, G
       kind : or a name of `ADVANTAGES`; it compares the answers of a group
+    Returns: (B,)
     """
     group = totals.view(-1, size)
     if isinstance(kind, str): kind = ADVANTAGES[kind]
@@ -297,6 +301,7 @@ def reward_beside(
 
     Parameters:
       value : the value model, as it was made
+    Returns: records -> scores
     """
     spec = cfg.rewards[0]
     scorer = None if ':' in spec else scalar_on(policy, 'reward', spec, cfg)

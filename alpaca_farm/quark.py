@@ -104,6 +104,7 @@ def quantiles(
     Parameters:
       scores : (N,) of the whole pool
       num_quantiles : K
+    Returns: (N,) long, 0 is the best quantile
     """
     worst_first = scores.sort().values
     better = len(scores) - torch.searchsorted(worst_first, scores, right=True)
@@ -259,6 +260,7 @@ def quark_loss(
       mask : (B, T) response tokens
       kl_coef : beta
       entropy_coef : alpha
+    Returns: (B, T), zero outside of the response
     """
     return torch.where(mask.bool(), -logp + kl_coef * kl - entropy_coef * entropy, 0)
 

@@ -118,6 +118,7 @@ def pairwise_loss(
       target : (B,) or a number: P(`chosen` is truly the better one); 1 by default
       margin : (B,) or a number: the lead required of the better one
       flip_rate : share of the labels that is flipped, below 0.5
+    Returns: (B,)
     """
     def nll(lead):
         if not flip_rate: return -F.logsigmoid(lead)

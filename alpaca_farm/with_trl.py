@@ -87,6 +87,7 @@ def to_datasets(
     Parameters:
       world : folder of the world
       preferences : labels: a run of annotators or a file
+    Returns: a DatasetDict
     """
     from datasets import Dataset, DatasetDict
     check_trl()

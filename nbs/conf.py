@@ -1,14 +1,18 @@
 "The site, which `make docs` builds from the committed notebooks; nothing is executed or fetched."
 import json
 import re
+import sys
 from dataclasses import is_dataclass
 from html import escape
-from inspect import Parameter, formatannotation
+from inspect import Parameter, formatannotation, unwrap
 from pathlib import Path
 
 from fastcore.docments import docments
 
 from alpaca_farm.run.settings import Config, explained
+
+sys.path.insert(0, str(Path(__file__).parents[2]/'tools'))   # from _docs/source
+from docstrings import comments_of
 
 empty = Parameter.empty
 
@@ -115,9 +119,11 @@ def rst(text: str) -> str:
 
 def beside_parameters(function) -> list[str]:
     "Fields of what stands beside a function's parameters and its result, with their types."
+    function = unwrap(getattr(function, '__func__', function))
+    comments = comments_of(function)
     lines = []
     for name, found in docments(function, full=True).items():
-        kind, comment = found.anno, rst(found.docment or '')
+        kind, comment = found.anno, rst(comments.get(name, ''))
         written = '' if kind is empty else formatannotation(kind)
         if name == 'return':
             if comment: lines.append(f':returns: {comment}')

@@ -5,10 +5,10 @@
 import ast
 import importlib
 import inspect
+import io
 import textwrap
+import tokenize
 from pathlib import Path
-
-from fastcore.docments import docments
 
 from alpaca_farm.run.paths import root
 from alpaca_farm.run.settings import Config, explained
@@ -32,9 +32,26 @@ def said_of(label: str, comment: str | None) -> list[str]:
     return textwrap.wrap(f'{label} {" ".join(comment.split())}', WIDTH, subsequent_indent='    ')
 
 
+def comments_of(function) -> dict[str, str]:
+    "Read the comments beside a function's parameters; `return` is the one behind its whole head."
+    text = textwrap.dedent(inspect.getsource(function))
+    node = ast.parse(text).body[0]
+    comments = {}   # by line
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT: comments[token.start[0]] = token.string.lstrip('# ')
+    last = max(node.lineno, node.body[0].lineno - 1)   # line of the head
+    found = {}
+    for arg in ast.walk(node.args):
+        if isinstance(arg, ast.arg) and arg.lineno in comments and arg.lineno < last:
+            found[arg.arg] = comments[arg.lineno]
+    if last in comments: found['return'] = comments[last]
+    return {name: found[name] for name in (*inspect.signature(function).parameters, 'return')
+            if name in found}
+
+
 def explanation(thing, settings: list[str]) -> list[str]:
     "Write the lines that say what parameters, a result or these settings of a class are."
-    comments = docments(thing) if inspect.isfunction(thing) else explained(thing)
+    comments = comments_of(thing) if inspect.isfunction(thing) else explained(thing)
     returned = said_of('Returns:', comments.pop('return', None))
     named = []
     for name in settings or comments: named += said_of(f'  {name} :', comments[name])

@@ -178,6 +178,7 @@ def agreement_board(
       draws : of the bootstrap
       seed : of votes and bootstrap
       done : called with (rows done, text)
+    Returns: DataFrame; each measure with its _low and _high (95 %)
     """
     import pandas as pd
     rows = []

@@ -70,6 +70,8 @@ def correct_mean(
     """Correct the mean of labels, with a 95 % interval that holds for few labels.
 
     Parameters:
+      labels : as of `ppi_mean`
+      judge : as of `ppi_mean`
       others : as of `ppi_mean`
     """
     from scipy.special import stdtrit

@@ -248,6 +248,7 @@ def parts_table(
     Parameters:
       replicates : answers by row, of each replicate
       worlds : of each replicate
+    Returns: DataFrame: method, part, difference, low, high
     """
     import pandas as pd
     sft = [_mark_means(answers['sft'], world) for answers, world in zip(replicates, worlds)]

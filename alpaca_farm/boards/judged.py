@@ -16,7 +16,7 @@ from ..annotators import annotate_pairs
 from ..data.dialogues import prompt_key
 from ..data.formats import notice
 from ..data.pairs import check_preferences, hash_uniform, pair_up, same_answers
-from ..data.records import load_records
+from ..data.records import FILE_SUFFIXES, load_records
 from ..judging.judges import api_clients, check_all_answered, load_annotators
 from ..judging.measures import sample_votes
 from ..judging.pools import both_orders, preferences_over, report_missing
@@ -55,8 +55,10 @@ def short_names(specs: list[str]) -> dict:
     names = []
     for spec in specs:
         path = Path(spec.rpartition(':')[2])
-        usual = path.stem in ('outputs', 'candidates', 'model_outputs')
-        names.append(path.parent.name if usual else path.stem)
+        name = path.name
+        for suffix in FILE_SUFFIXES: name = name.removesuffix(suffix)
+        usual = name in ('outputs', 'candidates', 'model_outputs')
+        names.append(path.parent.name if usual else name)
     taken = [*names, 'reference']
     return {name if taken.count(name) == 1 else spec: spec for name, spec in zip(names, specs)}
 
@@ -95,7 +97,7 @@ def policy_run(
       name : of the row
       policy : folder of its model
       folder : of the run
-    Returns: of `best_of_n`: what is answered and how, and the reference policy
+      settings : of `best_of_n`: what is answered and how, and the reference policy
     """
     given = dict(settings, policy=policy, n=1, reward_model='')
     return Job(f'{folder}/answers_{name}', 'best_of_n', given, [], 5)

@@ -72,6 +72,7 @@ def leaderboard(
       n : bootstrap draws
       seed : of these
       labels : people's by model, but for the reference, for the first judge
+    Returns: a DataFrame with each judge's win rate in percent, `_low` and `_high` (95 %)
     """
     import pandas as pd
     check_column_names(list(judged), columns)
@@ -201,7 +202,7 @@ def leaderboard_row(
     Parameters:
       preferences : (N,) from 1 to 2, 0 for a tie, None or nan without a label
       lengths : (N,) characters of the answers
-    Returns: further ones
+      columns : further ones
     """
     p = np.array([read_preference(v, f'row {i}', 'preference') for i, v in enumerate(preferences)])
     given = p[~np.isnan(p)]
@@ -228,6 +229,7 @@ def alpaca_eval_rows(
       methods : answers by model
       annotator : name of the judge
       reference : name of the references
+    Returns: a DataFrame by model, best first
     """
     import pandas as pd
     def characters(outputs):

@@ -132,6 +132,7 @@ def length_controlled(
       lengths : (M, N) characters of the models' answers
       baseline : (N,) or (M, N) of the baseline's
       names : (M,) of the models
+    Returns: a DataFrame by model; its column `difficulty` is `board`, or `no` with too few models
     """
     import pandas as pd
     p = np.asarray(preferences, dtype=float)

@@ -122,6 +122,7 @@ def word_scorer(
       pairs : preference records; ties teach nothing
       kind : record -> a name; words count by themselves and by this
       C : inverse strength of the penalty
+    Returns: records -> scores (N,)
     """
     def features(record):
         found = _words_of(record['output'])
@@ -156,6 +157,7 @@ def taste_scorer(
       opening : record -> the name of what its request begins with
       patterns : in which openings differ
       C : inverse strength of the penalty
+    Returns: records -> scores (N,)
     """
     pairs = [p for p in pairs if p['preference'] != 1.5]
     counter, lead = _pair_words(pairs, lambda record: _words_of(record['output']))

@@ -290,6 +290,7 @@ def pair_table(
     Parameters:
       answers : numbers of answers, from `number_answers`
       names : names of the methods
+    Returns: DataFrame: first, second, duels, win_rate of the second in %
     """
     import pandas as pd
     rates, counts = pair_rates(found, answers)

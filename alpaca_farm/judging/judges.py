@@ -534,6 +534,7 @@ def load_annotators(
     Parameters:
       spec : what a setting names: see the table
       cfg : settings of the run; settings of an endpoint that it lacks have their defaults
+    Returns: a judge, or a pool
     """
     return _judge_kind(spec).make(spec, cfg)
 

@@ -74,7 +74,7 @@ _RUNS = dict(  # by notebook
     reward_model=dict(split='preference', texts=2, epochs=1),
     dpo=dict(split='preference', texts=2, epochs=1, more=1),
     binary_feedback=dict(split='preference', epochs=3),
-    rrhf=dict(split='unlabeled', k=12, epochs=3, more=2),
+    rrhf=dict(split='unlabeled', k=12, epochs=3, more=1),
     best_of_n=dict(split='eval', n=16, more=_WRITING),
     ppo=dict(steps=48, rollouts=192, ppo_epochs=2, advantage='gae', more=_WRITING + 2, held=3),
     quark=dict(steps=8, rollouts=512, more=_WRITING + 2, held=3),
@@ -157,6 +157,8 @@ def print_time(
     """Print how long the runs of a large model take, and their memory.
 
     Parameters:
+      jobs : as in `forecast_jobs`
+      counts : as in `forecast_jobs`
       weights : as in `forecast_jobs`
     """
     size = dtype_of(cfg).itemsize

@@ -81,6 +81,7 @@ def selected_logprobs(
       tokens : (N,)
       temperature : at which they were sampled
       chunk : rows whose logits are in memory; 0: as many as take 128 MiB
+      head : bias (V,), scale and cap, as in `head_logits`
     Returns: (N,), differentiable in hidden, weight and bias
     """
     if hidden.ndim != 2 or weight.ndim != 2 or tokens.shape != hidden.shape[:1]:
@@ -213,6 +214,7 @@ def try_function(
       f : takes a tensor and maybe more
       x : values to try it on, of any shape
       more : further arguments of f
+      settings : further arguments by name
     Returns: of the shape of x
     """
     try: found = f(x, *more, **settings)

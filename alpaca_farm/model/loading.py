@@ -356,6 +356,7 @@ def load_model(
       kind : a class of transformers
       spec : as for `model_path`; an adapter is added to the weights
       fresh : weights that may be missing
+      options : as `loading_options` gives them
     """
     named = spec
     folder = _model_folder(spec)

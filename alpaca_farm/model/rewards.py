@@ -140,6 +140,7 @@ def reward(
       template : prompt format of checkpoints
       batch_size : rows of a forward pass; 0: as many as fit into memory
       loaded : checkpoints in memory already, by name
+    Returns: records -> scores
     """
     members = {}
     data = getattr(cfg, 'data', '')   # the folder that a world's functions read

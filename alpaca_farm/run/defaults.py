@@ -57,7 +57,8 @@ def count_weights(spec: str) -> float:
 # %% ../../nbs/run/defaults.ipynb #c9044b37
 def default_of(
     name: str,           # the setting
-    toy, large,          # its two defaults, as `by_size` got them
+    toy,                 # its default for a toy, as `by_size` got it
+    large,               # its default for a large model
     weights: float,      # number of weights of the model
     lora: bool = False,  # whether adapters are trained
 ):
@@ -65,7 +66,8 @@ def default_of(
 
     Parameters:
       name : the setting
-      large : its two defaults, as `by_size` got them
+      toy : its default for a toy, as `by_size` got it
+      large : its default for a large model
       weights : number of weights of the model
       lora : whether adapters are trained
     """

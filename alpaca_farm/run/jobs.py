@@ -56,7 +56,7 @@ def study_job(
       cost : approximate CPU seconds
       seed : seed of the study, added to the seed of the recipe
       sizes : settings of a smaller study, by notebook or kind
-    Returns: settings of this run alone
+      more : settings of this run alone
     """
     notebook, settings = recipe(kind)
     settings = settings | sizes.get(notebook, {}) | sizes.get(kind, {})
@@ -164,7 +164,7 @@ def _place(name: str, workers: int, gpus: int) -> Place:
     "The place of that name; TypeError if there is none, ImportError if its package is missing."
     refuse_unknown('place', [name], JOB_PLACES)
     try: return JOB_PLACES[name](workers, gpus)
-    except ImportError as e: raise ImportError(f'pip install "alpaca_farm[{name}]"') from e
+    except ImportError as e: raise ImportError(f"in the checkout: pip install -e '.[{name}]'") from e
 
 # %% ../../nbs/run/jobs.ipynb #68c8f736
 def _share_done(job: Job) -> float:
@@ -344,6 +344,7 @@ def run_or_fail(
       workers : jobs at a time; 0 for as many as the place takes
       name : in the live line
       what : what the error says has failed, such as the study
+      more : arguments of `run_jobs`
     """
     failed = run_jobs(jobs, workers, name, **more)
     if failed: raise RuntimeError(f'{what} failed:\n' + '\n'.join(failed))
@@ -371,6 +372,8 @@ def sweep(
       workers : runs at a time; 0 for as many as the place takes
       gpus : GPUs of each run
       place : name in `JOB_PLACES`; empty for this machine
+      settings : that all runs have
+    Returns: a DataFrame
     """
     import pandas as pd
     if not notebook_path(notebook): raise ValueError(f'{notebook!r}: nbs has no such notebook')

@@ -23,9 +23,10 @@ def _terminal() -> int | None:
 # %% ../../nbs/run/progress.ipynb #b06ac1d1
 def tell(line: str):
     "Print a line, of a notebook's kernel on its terminal too."
-    over = '\r\x1b[K' if sys.stdout.isatty() else ''
-    print(over + line)
-    if _terminal() is not None: os.write(_terminal(), f'\r{line}\n'.encode())
+    over = '\r\x1b[K'   # takes a terminal's line away
+    print((over if sys.stdout.isatty() else '') + line)
+    fd = _terminal()
+    if fd is not None: os.write(fd, f'{over if os.isatty(fd) else ""}{line}\n'.encode())
 
 # %% ../../nbs/run/progress.ipynb #0d5f7a21
 def _curve(points: list[tuple[float, float]], label: str = '') -> str:

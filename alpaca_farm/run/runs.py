@@ -149,8 +149,10 @@ def _read_source(
 
 # %% ../../nbs/run/runs.ipynb #528f98ff
 def _head(statement: ast.stmt) -> str:
-    "Return what a statement shares with a newer version of it: no body, no value."
-    return ast.unparse(statement).partition(':\n')[0].partition(' = ')[0]
+    "Return what a statement shares with a newer version of it: no body, no value, no arguments."
+    head = ast.unparse(statement).partition(':\n')[0].partition(' = ')[0]
+    if not isinstance(statement, _DOCUMENTED) or statement.decorator_list: return head
+    return head.partition('(')[0]
 
 # %% ../../nbs/run/runs.ipynb #d332a342
 def _changed_name(statement: ast.stmt) -> str:
@@ -298,7 +300,7 @@ def _find_part(folder: Path, part: str) -> list[Path]:
 
 # %% ../../nbs/run/runs.ipynb #5e723e11
 def _sources(cfg: Config, name: str) -> list[str]:
-    "List what a run reads of an input: its parts, or the whole input if it has no parts."
+    "List what a run reads of an input: its parts, and the whole input if one is missing."
     found = []
     for value in as_list(getattr(cfg, name)):
         folder = at_root(value)
@@ -982,7 +984,7 @@ def _tell_move(
 
 # %% ../../nbs/run/runs.ipynb #7c6aa58a
 def _read_again(run: Run):
-    "Read every input in full; ValueError if weights have changed since their run."
+    "Read the weights of earlier runs again; ValueError if they have changed since their run."
     for marks in run.config['inputs'].values():
         for source in marks: content_hash(source, again=True)
 
@@ -1062,6 +1064,7 @@ def write_csv(
       run : whose folder it is written to
       name : of the file
       table : a DataFrame
+      options : arguments of `DataFrame.to_csv`
     """
     options = dict(index=False, float_format='%.4f') | options
     with atomic_write(run.path(name)) as path: table.to_csv(path, **options)

@@ -183,7 +183,7 @@ def sample_answers(
 
     Parameters:
       reference : policy to which log-ratios are computed; None: none are
-    Returns: n, seed, prompts, as in `sample`
+      how : n, seed, prompts, as in `sample`
     """
     answers = []
     fit, _, groups = sample(policy, records, cfg, **how)

@@ -96,6 +96,7 @@ def reference_logprobs(
       prompts : token ids, N
       answers : K columns of N answers each
       temperature : at which the answers were sampled
+    Returns: (N, K)
     """
     logps = response_logprobs(policy, prompts * len(answers), sum(answers, []), temperature)
     return logps.view(len(answers), len(prompts)).T.contiguous()

@@ -189,6 +189,7 @@ def end_scores(
       ended : (B,) bool: EOS was sampled
       rule : replace, subtract, or nothing
       value : size of the penalty
+    Returns: (B,)
     """
     if not rule: return scores
     return torch.where(ended, scores, -value if rule == 'replace' else scores - value)

@@ -65,7 +65,8 @@ def _check_start(world: World, where: str):
         raise ValueError(f'{where}: name either a base or a policy')
     name = world.model
     if not at_root(name).exists() and not looks_like_hub(name):
-        raise ValueError(f'{where}: policy = {name!r}: {missing_path(name)}')
+        setting = 'policy' if world.policy else 'base'
+        raise ValueError(f'{where}: {setting} = {name!r}: {missing_path(name)}')
 
 
 def _check_judges(world: World, where: str):
@@ -133,6 +134,7 @@ def write_world(
 
     Parameters:
       run : the run, or a folder, that has the splits
+      values : fields of World
     """
     folder = Path(getattr(run, 'folder', run))
     content = asdict(World('', **values))

@@ -55,7 +55,7 @@ def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path
             data, judges = _read_own(Run(cfg, dict(settings={})))
             return forecast(cfg, divide_prompts(cfg, data['prompts']), judges)
         found = planned()
-        assert found['labels'] == found['requests'] == 5*10*2 + 12
+        assert found['labels'] == found['requests'] == 9*10*2 + 12
         assert 0 < found['dollars'] < 5
         assert server.requests() == []
         assert not (tmp_path/'own').exists()

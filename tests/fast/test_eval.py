@@ -31,6 +31,18 @@ def silent_on_three(pairs):
     return found
 
 
+def test_an_outside_policy_samples_as_the_reference_did(monkeypatch):
+    "Also one of another size, whose own defaults are others."
+    same = dict(data='runs/world', temperature=1., top_p=.9, max_new_tokens=56, max_prompt=64)
+    made = dict(notebook='best_of_n', given={}, settings=same | dict(policy='runs/sft'))
+    asked = []
+    monkeypatch.setattr(ev, 'run_config', lambda folder: made)
+    monkeypatch.setattr(ev, 'run_or_fail', lambda jobs, *_: asked.extend(jobs))
+    ev._answer_policies(ev.EvalConfig(policies=['my/large']))
+    expected = same | dict(policy='my/large', reference='runs/sft')
+    assert expected.items() <= asked[0].settings.items()
+
+
 class Pool:
     name = 'pool'
     annotators = (longest, first)

@@ -435,9 +435,12 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
 
 def test_help_says_shapes_meanings_and_defaults():
     "Of functions, methods and settings; by the docstrings and signatures that `?` shows, too."
+    from alpaca_farm.bench import win_rates
     from alpaca_farm.dpo import DPOConfig
     from alpaca_farm.model.functional import gae
     from alpaca_farm.run.progress import Progress
+    from alpaca_farm.worlds.embedded.crowd import with_bias
+    from alpaca_farm.worlds.embedded.grammar import parse
     said = ' '.join(pydoc.plain(pydoc.render_doc(gae)).split())
     assert 'rewards : (B, T) rewards of the tokens' in said
     assert 'Returns: (B, T) each, 0 outside of the mask' in said
@@ -446,6 +449,9 @@ def test_help_says_shapes_meanings_and_defaults():
     assert [name for name, p in shown.items() if p.default is None] == []
     assert (shown['beta'].default, shown['beta'].annotation) == (DPOConfig().beta, float)
     assert 'step : the bar' in inspect.getdoc(Progress.show)
+    told = [inspect.getdoc(thing).split('\n\n')[1:] for thing in (with_bias, win_rates, parse)]
+    assert 'likings : added' in told[0][0] and 'Returns' not in told[0][0]   # `**likings`
+    assert told[1:] == [['Returns: a DataFrame'], []]   # a head of one line; a decorator's comment
 
 
 def test_a_clone_that_is_not_installed_makes_a_run_without_alpaca_eval(base, tmp_path, monkeypatch):

@@ -202,8 +202,7 @@ _File = create_model('_File', __config__=EXACT, name=(str, ...), truth=(dict, ..
 def read_population(path):  # a Population, or an Annotator
     """Read the population in a file, or its only member; ValueError names a field that is wrong.
 
-    Parameters:
-      path : a Population, or an Annotator
+    Returns: a Population, or an Annotator
     """
     try:
         found = _File.model_validate(read_json(path))
@@ -250,7 +249,7 @@ def with_bias(
 
     Parameters:
       name : of the new one
-    Returns: added to the weights of columns, in units of utility
+      likings : added to the weights of columns, in units of utility
     """
     for column in likings:
         if column not in COLUMNS:

@@ -109,10 +109,7 @@ def _who_asks(text: str) -> dict:
 
 @lru_cache(maxsize=None)   # boards ask for the same thousands a million times
 def parse(instruction: str) -> dict:
-    """Specify a request, not to be changed; ValueError if it is not of an embedded world.
-
-    Returns: boards ask for the same thousands a million times
-    """
+    "Specify a request, not to be changed; ValueError if it is not of an embedded world."
     text = ' '.join(instruction.split())
     who = _who_asks(text)
     after = next((a for a in AFTER if a and text.endswith(f' {a}')), '')

@@ -63,8 +63,7 @@ def _value_logprobs(policy, kinds: dict) -> dict:
 def base_verifier(folder: str):   # records -> (N,) bool
     """Make the function that says which answers state what a world's base model approves.
 
-    Parameters:
-      folder : records -> (N,) bool
+    Returns: records -> (N,) bool
     """
     from alpaca_farm.model.logprobs import load_policy
     from alpaca_farm.run.settings import Config
