@@ -32,23 +32,7 @@ from .worlds.folder import read_world
 # %% ../nbs/annotators.ipynb #0cdfba01
 @dataclass
 class AnnotatorsConfig(ApiConfig, JudgedConfig):
-    """Settings of a run in which judges label pairs.
-
-    Settings:
-      out : run folder (default: runs/annotators)
-      outputs : pairs or candidates: a run of best_of_n, or a file (default: runs/samples)
-      against : answers to compare with `outputs`, one to each request (default: )
-      columns : columns of yours: our name, equals sign, your name (default: )
-      annotators : judge or pool: see the table above (default: runs/world/pool.json)
-      base_url : such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI (default: )
-      weights : of judges: name, equals sign, weight (default: [])
-      label_flip : share of flipped labels; -1: a world's own, else 0 (default: -1.0)
-      ask_flipped : ask about all pairs; else coins label 2 x label_flip of them (default: True)
-      both_orders : ask about every pair in both orders and average (default: False)
-      pairs_each : pairs of each request's samples, as far as they differ (default: 1)
-      max_instances : use only the first n records; 0: all (default: 0)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of a run in which judges label pairs."
     out: str = 'runs/annotators'   # run folder
     # pairs or candidates: a run of best_of_n, or a file
     outputs: Annotated[Named, Reads(('candidates', 'outputs'))] = 'runs/samples'
@@ -76,12 +60,7 @@ def flip_share(
     label_flip: float,  # the setting; -1 when it is not given
     annotators: str,    # the setting that names the judges
 ) -> float:
-    """Return the share of labels to flip.
-
-    Parameters:
-      label_flip : the setting; -1 when it is not given
-      annotators : the setting that names the judges
-    """
+    "Return the share of labels to flip."
     if label_flip != -1: return label_flip
     if is_population(annotators): return read_world(str(Path(annotators).parent)).label_flip
     return getattr(resolve(annotators), 'label_flip', 0.) if ':' in annotators else 0.
@@ -109,18 +88,7 @@ def annotate_pairs(
     ask_flipped: bool = True,  # False: a fair coin labels twice `flip_rate` of the pairs
     decide: bool = True,       # decide a probability by a coin; False: record it as it is
 ) -> list[dict]:  # with `preference` (None: no label), `annotator`, and the cost of a paid label
-    """Let a judge or a pool label pairs; two identical answers are a tie, and nobody is asked.
-
-    Parameters:
-      pairs : records with output_1 and output_2
-      pool : a judge or a pool
-      seed : of all draws and coins
-      flip_rate : share of labels that are reversed
-      both_orders : ask in both orders and average, else in a random one
-      ask_flipped : False: a fair coin labels twice `flip_rate` of the pairs
-      decide : decide a probability by a coin; False: record it as it is
-    Returns: with `preference` (None: no label), `annotator`, and the cost of a paid label
-    """
+    "Let a judge or a pool label pairs; two identical answers are a tie, and nobody is asked."
     members = pool_members(pool)
     by_coin = flip_mask(pairs, 0. if ask_flipped else 2 * flip_rate, seed)
     rows = []

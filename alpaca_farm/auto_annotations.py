@@ -115,13 +115,7 @@ def annotate_samples(self: PairwiseAutoAnnotator,
     is_unique_instructions: bool = True,  # one pair; else as many as different outputs
     **kwargs,      # of `annotate_pairs`
 ) -> list[dict]:
-    """Pair the outputs for each request, neighbours in a random cyclic order; label them.
-
-    Parameters:
-      all_outputs : records with an `output`, or several in a list
-      is_unique_instructions : one pair; else as many as different outputs
-    Returns: of `annotate_pairs`
-    """
+    "Pair the outputs for each request, neighbours in a random cyclic order; label them."
     prompts = {}
     outputs = {}
     for row in _records_of(all_outputs):
@@ -147,14 +141,7 @@ def annotate_head2head(self: PairwiseAutoAnnotator,
     is_ordered: bool = False,   # match them row by row
     **kwargs,     # of `annotate_pairs`
 ) -> list[dict]:
-    """Label two models' outputs, 2 if the second is better; `common_prompts` drops the others.
-
-    Parameters:
-      outputs_1 : of the baseline
-      outputs_2 : of the model
-      is_ordered : match them row by row
-    Returns: of `annotate_pairs`
-    """
+    "Label two models' outputs, 2 if the second is better; `common_prompts` drops the others."
     pairs = head2head_pairs(_records_of(outputs_1), _records_of(outputs_2), ordered=is_ordered)
     return self.annotate_pairs(pairs, **kwargs)
 
@@ -185,15 +172,7 @@ def alpaca_leaderboard(
     reference_outputs=None,        # of the baseline: a file or records; from the hub if not given
     **kwargs,                      # of `PairwiseAutoAnnotator`
 ):  # DataFrame with one row, AlpacaEval's columns
-    """Compare a model with the reference; ValueError if their requests differ.
-
-    Parameters:
-      path_or_all_outputs : a file, or records with instruction, input, output
-      annotators_config : the judge
-      name : of the model
-      is_add_reference_methods : also print AlpacaFarm's published win rates
-      reference_outputs : of the baseline: a file or records; from the hub if not given
-    """
+    "Compare a model with the reference; ValueError if their requests differ."
     import pandas as pd
     if reference_outputs is None: reference_outputs = _reference_from_hub()
     def merged(outputs):

@@ -39,21 +39,7 @@ _SECRET = 'ALPACA_FARM_BENCH_SEED'
 
 @dataclass
 class BenchConfig(Config):
-    """Settings of the bench.
-
-    Settings:
-      out : run folder of the comparison (default: runs/bench_methods)
-      method : what is compared: module:function, a name, or my/policies/{world}; empty: nothing
-        (default: )
-      settings : further settings of its runs: {"beta": 0.1} (default: {})
-      worlds : the first so many (default: 12)
-      hidden : six other worlds, the seed of the first in ALPACA_FARM_BENCH_SEED (default: False)
-      runs : folder of the worlds; empty: runs/bench_worlds, or runs/bench_hidden (default:
-        runs/bench_worlds)
-      size : of the worlds' runs: a file like nbs/recipes/bench.yaml, which is '' (default: )
-      workers : runs side by side; 0 for the number of cores (default: 0)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of the bench."
     out: str = 'runs/bench_methods'  # run folder of the comparison
     # what is compared: module:function, a name, or my/policies/{world}; empty: nothing
     method: str = ''
@@ -117,12 +103,7 @@ def plan(
     settings: dict,   # further settings of its runs
     count: int = 1,   # worlds
 ) -> Compared:
-    """Plan what is compared; ValueError for what cannot be, before any work.
-
-    Parameters:
-      settings : further settings of its runs
-      count : worlds
-    """
+    "Plan what is compared; ValueError for what cannot be, before any work."
     found = _named_plan(method)
     own = found.settings | settings
     if found.kind == 'loss': DPOConfig.read(own)
@@ -146,11 +127,7 @@ def worlds_farm(cfg: BenchConfig, *methods: str) -> FarmConfig:
 def world_checksum(
     folder: str,   # of a world
 ) -> str:
-    """Return twelve digits that stand for the requests and demonstrations of a world.
-
-    Parameters:
-      folder : of a world
-    """
+    "Return twelve digits that stand for the requests and demonstrations of a world."
     return digest([file_hash(at_root(folder)/f'{split}.json') for split in SPLITS])[:12]
 
 
@@ -248,11 +225,7 @@ def _judge_run(cfg: BenchConfig, run: str, k: int) -> dict[str, float]:
 
 
 def win_rates(cfg: BenchConfig, jobs: list[Job]):  # a DataFrame
-    """Tabulate win rates over SFT in percent: a row for each world and method.
-
-    Parameters:
-      jobs : a DataFrame
-    """
+    "Tabulate win rates over SFT in percent: a row for each world and method."
     import pandas as pd
     farm = worlds_farm(cfg)
     tables = []
@@ -272,13 +245,7 @@ def detectable(
     sd: float,     # of the differences, in points
     count: int,    # worlds
 ) -> float:  # points
-    """Compute the true difference whose interval is clear of 0 in four of five comparisons.
-
-    Parameters:
-      sd : of the differences, in points
-      count : worlds
-    Returns: points
-    """
+    "Compute the true difference whose interval is clear of 0 in four of five comparisons."
     from scipy.optimize import brentq
     from scipy.special import nctdtr, stdtrit
     if not sd > 0: return 0.
@@ -290,11 +257,7 @@ def detectable(
 
 
 def differences(rates, method: str):  # DataFrames
-    """Compare a method with every other row, best row first: points, over worlds.
-
-    Parameters:
-      method : DataFrames
-    """
+    "Compare a method with every other row, best row first: points, over worlds."
     import pandas as pd
     table = rates.pivot(index='world', columns='method', values='crowd').dropna(axis=1)
     rows = []
@@ -314,11 +277,7 @@ _BESIDE = dict.fromkeys(('dpo', 'ppo'), 'method') | dict.fromkeys(_NULLS, 'null'
 def compare_methods(
     folders: dict[str, str],  # by a name for each method: its comparison, all in the same worlds
 ):  # a DataFrame; `low` and `high` are of one row alone, `clear` is after Holm's correction
-    """Compare advantages and nulls with PPO, other methods and nulls with DPO: points, over worlds.
-
-    Parameters:
-      folders : by a name for each method: its comparison, all in the same worlds
-    """
+    "Compare advantages and nulls with PPO, other methods and nulls with DPO: points, over worlds."
     import pandas as pd
     leads = {}   # by row subtracted and kind, then by name: (worlds,)
     dpo = None
@@ -357,12 +316,7 @@ def results_row(
     rates,      # DataFrame of `win_rates`
     compared,   # DataFrame of `differences`
 ) -> str:
-    """Write the line of a method for `bench_results.md`.
-
-    Parameters:
-      rates : DataFrame of `win_rates`
-      compared : DataFrame of `differences`
-    """
+    "Write the line of a method for `bench_results.md`."
     from importlib.metadata import version
     from alpaca_farm import __version__
     by = compared.set_index('row')

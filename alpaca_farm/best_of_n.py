@@ -34,34 +34,7 @@ from .train.trainer import in_chunks
 # %% ../nbs/best_of_n.ipynb #77569200
 @dataclass
 class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
-    """Settings of best-of-n.
-
-    Settings:
-      out : run folder (default: runs/best_of_n)
-      policy : policy that answers (default: runs/sft)
-      served : name of a model behind base_url that answers; policy is empty then (default: )
-      system : message to a served model before each prompt: how long to be, for instance (default:
-        )
-      reward_model : a checkpoint, "module:function", a list, or empty (default: runs/reward_model)
-      data : dataset folder, file or hub name with requests (default: runs/world)
-      columns : names of your columns, where they are not ours (see data.md) (default: )
-      split : split whose requests are answered (default: eval)
-      n : samples for each request (default: 16)
-      samples : run of best_of_n, with the same policy, whose samples are used; empty: none
-        (default: )
-      skip : leave out the first n requests (default: 0)
-      max_instances : use only the first n of the rest; 0: all (default: 0)
-      chunk : requests between checkpoints (default: 128)
-      reference : reference policy, from which the KL of the samples is measured, without rewards;
-        empty: none (default: )
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      temperature : of samples, and of the log-probs that training compares; 0 is greedy (default:
-        by size, 1.0 for a toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of best-of-n."
     out: str = 'runs/best_of_n'  # run folder
     policy: Annotated[str, MODEL, SIZES] = 'runs/sft'  # policy that answers
     # name of a model behind base_url that answers; policy is empty then
@@ -101,12 +74,7 @@ def score_candidates(
     candidates: list[dict],  # `output` is a list
     rewards,                 # function of records: their scores
 ) -> list[dict]:
-    """Give each record `scores`, one for each of its answers.
-
-    Parameters:
-      candidates : `output` is a list
-      rewards : function of records: their scores
-    """
+    "Give each record `scores`, one for each of its answers."
     scores = map(float, rewards(each_answer(candidates)))
     scored = []
     for c in candidates:
@@ -118,11 +86,7 @@ def score_candidates(
 def choose_best(
     candidates: list[dict],  # `output`, `ended` and maybe `scores`: lists of n
 ) -> list[dict]:
-    """Give each record its best answer as `output`.
-
-    Parameters:
-      candidates : `output`, `ended` and maybe `scores`: lists of n
-    """
+    "Give each record its best answer as `output`."
     chosen = []
     for c in candidates:
         best = int(np.argmax(c['scores'])) if 'scores' in c else 0

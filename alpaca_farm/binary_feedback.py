@@ -38,39 +38,7 @@ from .train.trainer import batches, example_lengths, token_batch, Trainer
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
 @dataclass
 class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
-    """Settings of learning from binary feedback.
-
-    Settings:
-      out : run folder (default: runs/binary_feedback)
-      method : imitate good answers, or all with a token (default: reward_conditioning)
-      preferences : preferences, or records with `output` and `label`: a run or a file (default:
-        runs/annotators)
-      policy : where training starts, and the reference (default: runs/sft)
-      data : dataset whose eval split is answered at the end (default: runs/world)
-      token_times : conditioning: copies of the token in a prompt (default: 2)
-      jitter : conditioning: noise of the tokens' first embeddings, in sd (default: 3.0)
-      epochs : passes over the answers (default: by size, 1 for a toy, 3 for a large model)
-      max_length : tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
-        large model)
-      max_instances : use only the first n records; 0: all (default: 0)
-      batch_size : answers per optimiser step (default: by size, 32 for a toy, 32 for a large model)
-      learning_rate : AdamW's peak learning rate (default: by size, 0.0003 for a toy, 2e-05 for a
-        large model)
-      lr_schedule : how the learning rate falls (default: linear)
-      held_out : records for measuring; -1: 500, or a fifth if less (default: -1)
-      eval_every : steps between these measurements (default: 100)
-      save_every : steps between saved policies model-<step>/; 0: none (default: 0)
-      annotators : judges of the final answers on val; empty: none (default: runs/world/pool.json)
-      val_split : split that they answer; empty: none (default: val)
-      val_instances : use only its first n requests; 0: all (default: 150)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of learning from binary feedback."
     out: str = 'runs/binary_feedback'        # run folder
     # imitate good answers, or all with a token
     method: Literal['feedme', 'reward_conditioning'] = 'reward_conditioning'
@@ -145,13 +113,7 @@ def label_accuracy(
     good,            # (N,) its label, from 0 to 1
     question: list,  # the request that it answers
 ) -> float:
-    """Compute how often the better of two answers to a request scores higher; nan without pairs.
-
-    Parameters:
-      score : (N,) of each answer
-      good : (N,) its label, from 0 to 1
-      question : the request that it answers
-    """
+    "Compute how often the better of two answers to a request scores higher; nan without pairs."
     rows_of = {}
     for i, q in enumerate(question): rows_of.setdefault(q, []).append(i)
     right = []

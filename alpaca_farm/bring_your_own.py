@@ -56,32 +56,7 @@ METHODS = farm_methods()   # entries of the farm by method
 
 @dataclass
 class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
-    """Settings of your own world.
-
-    Settings:
-      out : run folder of the world (default: runs/own)
-      model : your model: a run folder, a checkpoint folder or a hub name (default: runs/sft)
-      prompts : your prompts: a dataset folder, a file or a hub dataset (default: runs/world)
-      split : split of them, where there are several (default: eval)
-      preferences : your preferences: a file, a run or a hub dataset (default: runs/annotators)
-      demonstrations : file of requests with outputs for SFT; empty: no SFT (default: )
-      columns : names of yours, after their file's setting (default: [])
-      judge : who labels and judges, as in `annotators` (default: runs/world/held_out_crowd.json)
-      board_judge : who judges the board; empty: the judge (default: )
-      methods : of the farm's (default: ['best_of_n', 'dpo'])
-      n : samples of best-of-n for each prompt (default: 8)
-      temperature : of all answers that are compared (default: by size, 1.0 for a toy, 0.8 for a
-        large model)
-      max_instances : use only the first n prompts; 0: all (default: 0)
-      eval_share : share of the prompts that answers are judged on (default: 0.4)
-      val_share : share that checkpoints are chosen on (default: 0.1)
-      recipe : YAML file of settings by run (default: )
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of your own world."
     out: str = 'runs/own'                 # run folder of the world
     # your model: a run folder, a checkpoint folder or a hub name
     model: SizedModel = 'runs/sft'
@@ -254,13 +229,7 @@ def forecast(
     splits: dict,    # prompts by split
     judges: list,    # the judge, and the board's judge if it is another
 ) -> dict:  # labels, requests, dollars (at most; None if not known)
-    """Print and return what the farm will ask of the judges.
-
-    Parameters:
-      splits : prompts by split
-      judges : the judge, and the board's judge if it is another
-    Returns: labels, requests, dollars (at most; None if not known)
-    """
+    "Print and return what the farm will ask of the judges."
     labels = 0
     asked = 0
     dollars = []

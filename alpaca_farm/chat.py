@@ -19,21 +19,7 @@ from .train.trainer import step_seed
 # %% ../nbs/chat.ipynb #040f7acb
 @dataclass
 class ChatConfig(SampleConfig):
-    """Settings of a conversation.
-
-    Settings:
-      out : nothing is written (default: )
-      policy : the policy that answers (default: runs/sft)
-      memory : earlier requests that it reads, with its answers (default: by size, 0 for a toy, 10
-        for a large model)
-      max_prompt : tokens that it reads; older turns are left out (default: by size, 64 for a toy,
-        2048 for a large model)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      temperature : of samples, and of the log-probs that training compares; 0 is greedy (default:
-        by size, 1.0 for a toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of a conversation."
     out: Annotated[str, ASIDE] = ''       # nothing is written
     policy: SizedModel = 'runs/sft'       # the policy that answers
     memory: Count = by_size(0, 10)        # earlier requests that it reads, with its answers

@@ -47,26 +47,7 @@ METHODS = {row['method']: row for row in RUNS.values() if row['method']}
 
 @dataclass
 class DecideConfig(JudgedConfig):
-    """Settings of a decision.
-
-    Settings:
-      out : run folder (default: runs/decide)
-      world : folder of a world; <out>_runs/world, made of yours, with a model (default: runs/world)
-      runs : folder of its farm's runs; <world>_runs when only the world is another (default: runs)
-      model : your model, to make a world of; prompts and judge are then needed (default: )
-      prompts : your prompts: a file, a dataset folder or a hub dataset (default: )
-      judge : who labels and judges, named as in annotators; empty: the world's pool (default: )
-      labels : people's labels, a file or a run of labelling; or who votes in their place (default:
-        )
-      budget : labels of people in all (default: 200)
-      methods : methods of the farm; baselines are added (default: ['best_of_n', 'dpo',
-        'expert_iteration', 'rloo', 'ppo'])
-      seeds : runs of each method (default: 2)
-      size : sizes of the runs, as in farm (default: default)
-      workers : runs side by side; 0 for the number of cores (default: 0)
-      force : go on if the judge fails the check, and believe people alone (default: False)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of a decision."
     out: str = 'runs/decide'   # run folder
     world: str = 'runs/world'  # folder of a world; <out>_runs/world, made of yours, with a model
     runs: str = 'runs'  # folder of its farm's runs; <world>_runs when only the world is another
@@ -140,12 +121,7 @@ def candidate_jobs(
     k: int,              # the seed
     methods: list[str],  # '' for what all of them read; none: only what needs no label
 ) -> list[Job]:
-    """Select the farm's jobs for some methods, and take four times as many samples of the policy.
-
-    Parameters:
-      k : the seed
-      methods : '' for what all of them read; none: only what needs no label
-    """
+    "Select the farm's jobs for some methods, and take four times as many samples of the policy."
     sources = _label_sources(cfg)
     jobs = []
     for job in farm_jobs(_seed_farm(cfg, k)):
@@ -266,12 +242,7 @@ def read_board(
     taught: list[str],  # runs of methods that were made
     judge,              # f(records) -> preferences
 ) -> Board:
-    """Judge the candidates of all seeds, by request.
-
-    Parameters:
-      taught : runs of methods that were made
-      judge : f(records) -> preferences
-    """
+    "Judge the candidates of all seeds, by request."
     import pandas as pd
     facts = []
     # by request, a list over the seeds that answered it

@@ -76,16 +76,7 @@ def dpo_loss(
     loss_type: str = 'sigmoid',  # a name of `LOSSES`, whose margin has a reference
     **settings,                  # of the loss: label_smoothing, the share of flipped labels
 ):  # (B,)
-    """Compute the loss of each pair.
-
-    Parameters:
-      policy_chosen : (B,) summed log-probs of the preferred answers, policy
-      policy_rejected : (B,) of the others
-      ref_chosen : (B,) the same under the reference
-      ref_rejected : (B,)
-      beta : weight of the KL penalty
-      loss_type : a name of `LOSSES`, whose margin has a reference
-    """
+    "Compute the loss of each pair."
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     return LOSSES[loss_type].of_margin(h, beta, **settings)
 
@@ -95,13 +86,7 @@ def simpo_loss(
     beta: float = 2.0,           # the paper's are 2 to 10
     target_margin: float = 1.0,  # gamma, the lead required of the preferred answer
 ):  # (B,)
-    """Compute SimPO's loss of each pair in nats (Meng et al., 2024, eq. 6).
-
-    Parameters:
-      lead : (B,) mean log-prob of the preferred answer's tokens minus the other answer's
-      beta : the paper's are 2 to 10
-      target_margin : gamma, the lead required of the preferred answer
-    """
+    "Compute SimPO's loss of each pair in nats (Meng et al., 2024, eq. 6)."
     return -F.logsigmoid(beta * lead - target_margin)
 
 
@@ -118,17 +103,7 @@ def kto_loss(
     desirable_weight: float = 1.0,    # lambda_D
     undesirable_weight: float = 1.0,  # lambda_U
 ) -> torch.Tensor:
-    """Compute KTO's loss of each answer (Ethayarajh et al., 2024, eq. 8).
-
-    Parameters:
-      logp : summed log-probs of answers under the policy, of any shape
-      ref_logp : the same under the reference
-      good : 1 where the answer is good, 0 where bad; between them a soft label
-      z0 : the baseline in nats, without gradient
-      beta : weight of the KL penalty
-      desirable_weight : lambda_D
-      undesirable_weight : lambda_U
-    """
+    "Compute KTO's loss of each answer (Ethayarajh et al., 2024, eq. 8)."
     lead = beta * (logp - ref_logp - z0)
     return (good * desirable_weight * torch.sigmoid(-lead)
             + (1 - good) * undesirable_weight * torch.sigmoid(lead))
@@ -140,46 +115,7 @@ LOSSES['kto'] = Loss('single answers (Ethayarajh et al., 2024)', None,
 # %% ../nbs/dpo.ipynb #61488720
 @dataclass
 class DPOConfig(HeldOutConfig, AnswerConfig):
-    """Settings of DPO and its family.
-
-    Settings:
-      out : run folder (default: runs/dpo)
-      preferences : a run of annotators, a file or a hub dataset (default: runs/annotators)
-      policy : policy to start from, and the reference (default: runs/sft)
-      data : dataset whose eval split is answered at the end (default: runs/world)
-      loss_type : loss of labelled answers, by its name in LOSSES: sigmoid: DPO's (Rafailov et al.,
-        2023); cDPO's with label_smoothing; ipo: a margin with a target (Azar et al., 2024); hinge:
-        SLiC's (Liu et al., 2024); robust: corrected for flipped labels (Chowdhury et al., 2024);
-        simpo: no reference (Meng et al., 2024); kto: single answers (Ethayarajh et al., 2024)
-        (default: sigmoid)
-      loss_function : your own loss instead of loss_type, as my_module:my_loss (default: )
-      beta : KL weight; 0.1 for ipo, 0.5 for simpo (default: by size, 0.3 for a toy, 0.1 for a large
-        model)
-      temperature : of the log-probs; take the answers' sampling temperature (default: 1.0)
-      label_smoothing : known share of flipped labels, for sigmoid (cDPO) and robust (default: 0.0)
-      target_margin : simpo: gamma, the lead required of the chosen answer (default: 1.0)
-      desirable_weight : kto: lambda_D, weight of the good answers (default: 1.0)
-      undesirable_weight : kto: lambda_U, weight of the bad answers (default: 1.0)
-      epochs : passes over the pairs (default: by size, 2 for a toy, 1 for a large model)
-      max_length : tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
-        large model)
-      max_instances : use only the first n pairs; 0: all (default: 0)
-      batch_size : pairs per optimiser step (default: by size, 32 for a toy, 32 for a large model)
-      learning_rate : AdamW's peak learning rate (default: by size, 0.0003 for a toy, 1e-06 for a
-        large model)
-      lr_schedule : how the learning rate falls (default: linear)
-      warmup : share of the steps over which the learning rate rises (default: 0.1)
-      save_every : steps between saved policies model-<step>/; 0: none (default: 0)
-      held_out : pairs for measuring; -1: 500, or a fifth if that is less; 0: none (default: -1)
-      eval_every : steps between these measurements; 0: only before and after training (default: 0)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of DPO and its family."
     out: str = 'runs/dpo'                    # run folder
     preferences: Pairs = 'runs/annotators'   # a run of annotators, a file or a hub dataset
     policy: SizedModel = 'runs/sft'               # policy to start from, and the reference
@@ -254,12 +190,7 @@ def kto_baseline(
     parts,                    # batches of mismatched answers, together the batch of a step
     temperature: float = 1.,  # at which the answers were sampled
 ) -> torch.Tensor:
-    """Compute z_0 of a step: the mean log-ratio of mismatched answers, at least 0.
-
-    Parameters:
-      parts : batches of mismatched answers, together the batch of a step
-      temperature : at which the answers were sampled
-    """
+    "Compute z_0 of a step: the mean log-ratio of mismatched answers, at least 0."
     ratios = []
     for part in parts:   # a row of weight 0 is one that a process lacks
         ratio = sequence_logprobs(policy, part, temperature) - part['reference']
@@ -272,12 +203,7 @@ def dpo_step(
     batch: dict,  # of `LabelledAnswers`: ids, mask, response (B, K, T); reference, good (B, K)
     cfg: DPOConfig,
 ) -> dict[str, torch.Tensor]:  # (B,) each
-    """Compute the loss and the figures of each record.
-
-    Parameters:
-      batch : of `LabelledAnswers`: ids, mask, response (B, K, T); reference, good (B, K)
-    Returns: (B,) each
-    """
+    "Compute the loss and the figures of each record."
     kind = loss_of(cfg)
     own = {name: getattr(cfg, name) for name in kind.settings}
     logp = sequence_logprobs(policy, batch, cfg.temperature)

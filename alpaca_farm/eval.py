@@ -35,21 +35,7 @@ WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold'
 
 @dataclass
 class EvalConfig(ApiConfig, JudgedConfig):
-    """Settings of an evaluation.
-
-    Settings:
-      out : run folder (default: runs/eval)
-      outputs : runs or files (default: ['runs/dpo', 'runs/ppo'])
-      policies : models trained elsewhere, which answer as the reference has (default: [])
-      reference : folder or file of answers to compare with (default: runs/references)
-      columns : names of your columns, where they are not ours (see data.md) (default: )
-      annotators : judges, as in `annotators` (default: ['runs/world/held_out_crowd.json',
-        'runs/world/pool.json', 'runs/world/gold.json'])
-      weights : weights of judges: name, equals sign, weight (default: [])
-      labels : people's labels of some answers, to correct the first judge (default: )
-      max_instances : use only the first n of the reference; 0: all (default: 0)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of an evaluation."
     out: str = 'runs/eval'              # run folder
     # runs or files
     outputs: Annotated[list[str], Reads(('outputs', 'candidates'))] = field(
@@ -96,11 +82,7 @@ def read_models(
     cfg: EvalConfig,
     others: dict = {},   # folders of further answers, by name
 ) -> dict:
-    """Read the answers by name of the model, the reference's first; `max_instances` is for all.
-
-    Parameters:
-      others : folders of further answers, by name
-    """
+    "Read the answers by name of the model, the reference's first; `max_instances` is for all."
     references = read_answers(cfg.reference, candidates=True, columns=cfg.columns)
     references = references[:cfg.max_instances or None]
     methods = dict(reference=references)

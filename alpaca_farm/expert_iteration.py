@@ -30,36 +30,7 @@ from .train.preflight import settle
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
 class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
-    """Settings of expert iteration; the settings of the optimisation apply to the SFT runs.
-
-    Settings:
-      out : run folder (default: runs/expert_iteration)
-      reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
-      policy : where training starts, and the reference of the KL (default: runs/sft)
-      data : dataset folder, file or hub name with requests (default: runs/world)
-      split : requests that are answered in training (default: unlabeled)
-      rounds : rounds of best-of-n and imitation (default: 2)
-      n : answers to each request, of which the best is imitated (default: 16)
-      max_instances : requests of a round, new ones in each; fewer if data has too few (default:
-        600)
-      samples : a run of best_of_n with the answers of round 1; empty to draw them (default: )
-      epochs : passes over the winners (default: by size, 3 for a toy, 3 for a large model)
-      max_length : tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
-        large model)
-      batch_size : winners per optimiser step (default: by size, 16 for a toy, 16 for a large model)
-      learning_rate : AdamW's peak learning rate (default: by size, 0.001 for a toy, 2e-05 for a
-        large model)
-      val_split : split on which each round's policy is scored (default: val)
-      val_instances : use only its first n requests; 0: all (default: 250)
-      temperature : of samples, above 0 (default: by size, 1.0 for a toy, 0.8 for a large model)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of expert iteration; the settings of the optimisation apply to the SFT runs."
     out: str = 'runs/expert_iteration'       # run folder
     policy: SizedModel = 'runs/sft'          # where training starts, and the reference of the KL
     # dataset folder, file or hub name with requests

@@ -31,26 +31,7 @@ from .worlds.folder import check_sizes, read_world, ROLES, World
 # %% ../nbs/farm.ipynb #4dbe3763
 @dataclass
 class FarmConfig(JudgedConfig):
-    """Settings of the farm.
-
-    Settings:
-      out : run folder of the farm's results; <runs>/farm when runs is another (default: runs/farm)
-      world : folder of the world; <runs>/world is made if it is not there (default: runs/world)
-      runs : folder of the runs; <world>_runs when only the world is another (default: runs)
-      methods : on the board; empty: all of farm.yaml (default: [])
-      seeds : replicates; all but the first are in <runs>/seed_1, seed_2, ... (default: 1)
-      size : default, quick (coarser), or a file like nbs/recipes/quick.yaml (default: default)
-      workers : runs side by side; 0 for the number of cores (default: 0)
-      place : where the runs are made: empty for this machine, ray or slurm (default: )
-      crowd : judges who label for the second training; empty: the crowd of each world (default: )
-      board_judge : judges of the board; empty: the held-out crowd of each world (default: )
-      pool : simulated judges, who label and judge; empty: the pool of each world (default: )
-      labels : people's labels of the answers, to correct the win rates under board_judge (default:
-        )
-      policies : models trained elsewhere on labels of the first replicate, to be rows of its board
-        (default: [])
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of the farm."
     out: str = 'runs/farm'  # run folder of the farm's results; <runs>/farm when runs is another
     world: str = 'runs/world'  # folder of the world; <runs>/world is made if it is not there
     runs: str = 'runs'  # folder of the runs; <world>_runs when only the world is another
@@ -136,12 +117,7 @@ def population(
     role: str,       # crowd, board_judge or pool
     world: World,    # of the replicate
 ) -> str:
-    """Return who has a role by the settings, or else in the world.
-
-    Parameters:
-      role : crowd, board_judge or pool
-      world : of the replicate
-    """
+    "Return who has a role by the settings, or else in the world."
     return getattr(cfg, role) or world.path(getattr(world, role))
 
 # %% ../nbs/farm.ipynb #005c5099

@@ -31,25 +31,7 @@ from .run.settings import ASIDE, command, Config, Count, Labels, Named, Positive
 # %% ../nbs/labelling.ipynb #ab425f7a
 @dataclass
 class LabellingConfig(Config):
-    """Settings of labelling by people.
-
-    Settings:
-      out : run folder (default: runs/labelling)
-      outputs : pairs or candidates: a run of best_of_n, or a file (default: runs/samples)
-      against : answers to show beside the answers of `outputs`, as output_1 (default: )
-      methods : methods whose answers are compared with each other: runs or files; empty: `outputs`
-        (default: [])
-      design : what is asked of methods, as in judging.duels (default: best)
-      budget : votes on methods in all (default: 200)
-      labels : votes on methods that were given elsewhere: a file (default: )
-      columns : columns of yours: our name, equals sign, your name (default: )
-      draw : label the pairs of so many requests, drawn at random; 0: all (default: 0)
-      store : where labels are stored, together with answers of judges (default:
-        runs/answers.sqlite)
-      person : name of the person labelling; empty: use the labels so far (default: )
-      max_instances : use only the first n pairs; 0: all (default: 0)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of labelling by people."
     out: str = 'runs/labelling'         # run folder
     # pairs or candidates: a run of best_of_n, or a file
     outputs: Annotated[Named, Reads(('candidates', 'outputs'))] = 'runs/samples'
@@ -174,15 +156,7 @@ class LabellingQueue:
         seconds: float = 0.,        # that it took
         undone: bool = False,       # whether the last answer is taken back
     ):
-        """Store an answer on a pair.
-
-        Parameters:
-          i : number of the pair
-          swapped : whether its second output was shown first
-          preference : 1, 2 or 1.5 in the order shown; None for no label
-          seconds : that it took
-          undone : whether the last answer is taken back
-        """
+        "Store an answer on a pair."
         request = _label_request(self.pairs[i], self.person, swapped)
         number = 0
         while self.store.get([request_key(request, number)]): number += 1
@@ -213,10 +187,7 @@ def person_labels(
     pairs: list[dict],
     person: str,
 ) -> list[dict]:  # with preference, annotator, time (seconds), shown_first (1, 2)
-    """Read the labels that a person has given, as preference records; leave out skipped pairs.
-
-    Returns: with preference, annotator, time (seconds), shown_first (1, 2)
-    """
+    "Read the labels that a person has given, as preference records; leave out skipped pairs."
     rows = []
     for pair, answer in zip(pairs, _person_answers(store, pairs, person)):
         if not answer or not answer['preference']: continue

@@ -36,23 +36,7 @@ from .train.preflight import settle
 # %% ../nbs/look_at_data.ipynb #100ka007
 @dataclass
 class LookAtDataConfig(PromptConfig):
-    """Settings of a look at data.
-
-    Settings:
-      out : run folder (default: runs/look_at_data)
-      data : file, dataset folder, run folder or hub name (default: runs/annotators)
-      split : one of a folder's files; empty: all splits (default: )
-      policy : whose tokenizer and template are used (default: runs/sft)
-      columns : names of columns: our name, equals sign, your name (default: )
-      max_instances : use only the first n rows of each file; 0: all (default: 0)
-      max_length : tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
-        large model)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of a look at data."
     out: str = 'runs/look_at_data'  # run folder
     # file, dataset folder, run folder or hub name
     data: Annotated[str, Reads()] = 'runs/annotators'
@@ -120,14 +104,7 @@ def read_parts(
     columns: str = '',   # names of columns, as of `load_records`
     n: int = 0,          # only the first n rows of each; 0: all
 ) -> list[Part]:
-    """Read the files of a dataset, those for training first; ValueError if there is none.
-
-    Parameters:
-      spec : a file, a folder or a dataset's name on the hub
-      split : one of its files; empty: all that are known by name
-      columns : names of columns, as of `load_records`
-      n : only the first n rows of each; 0: all
-    """
+    "Read the files of a dataset, those for training first; ValueError if there is none."
     wanted = [(split,)] if split else [_LEARNED + _MEASURED]   # the first that there is
     if not split and at_root(spec).is_dir():
         files = {}   # each once, by whichever name
@@ -146,12 +123,7 @@ def count_tokens(
     tokenizer,
     template: str = 'auto',   # as of `build_prompt`
 ) -> dict[str, list[int]]:   # by the setting that limits them
-    """Count the tokens of each prompt, of its longest answer, and of both.
-
-    Parameters:
-      template : as of `build_prompt`
-    Returns: by the setting that limits them
-    """
+    "Count the tokens of each prompt, of its longest answer, and of both."
     prompts = [len(ids) for ids in encode_prompts(records, tokenizer, template)]
     rows = []   # of each answer
     texts = []
@@ -316,14 +288,7 @@ def find_odd(
     limits: dict[str, int],   # by setting
     special=(),               # texts of the tokenizer's special tokens
 ) -> list[dict]:   # split, finding, rows
-    """Collect everything odd about the data: for each finding a sentence and the first rows.
-
-    Parameters:
-      lengths : of `count_tokens`, for each part
-      limits : by setting
-      special : texts of the tokenizer's special tokens
-    Returns: split, finding, rows
-    """
+    "Collect everything odd about the data: for each finding a sentence and the first rows."
     found = []
     for part, counts in zip(parts, lengths):
         records = part.records

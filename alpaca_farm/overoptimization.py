@@ -49,32 +49,7 @@ POLICIES += [f'runs/rloo_free{end}'   # without a penalty
 
 @dataclass
 class OverConfig(SampleConfig, JudgedConfig):
-    """Settings of the measurement of over-optimisation.
-
-    Settings:
-      out : run folder (default: runs/overoptimization)
-      policy : SFT, from which distances are measured (default: runs/sft)
-      bank : a run of best_of_n with many samples of SFT (default: runs/bank)
-      references : answers of SFT, with which policies are compared (default: runs/references)
-      proxies : reward models (default: ['runs/reward_model', 'runs/reward_model_crowd',
-        'runs/reward_model_light', 'runs/reward_model_bare', 'runs/reward_model_light_crowd',
-        'runs/reward_model_judge', 'runs/reward_model_vain'])
-      policies : runs of policies, best with several checkpoints (default: ['runs/ppo', 'runs/rloo',
-        'runs/dpo', 'runs/expert_iteration', 'runs/rrhf', 'runs/quark', 'runs/ppo_crowd',
-        'runs/rloo_crowd', 'runs/dpo_crowd', 'runs/rloo_free', 'runs/rloo_free_light',
-        'runs/rloo_free_bare', 'runs/rloo_free_crowd', 'runs/rloo_free_judge',
-        'runs/rloo_free_vain'])
-      world : the world, with a utility and held-out judges (default: runs/world)
-      instances : requests of the bank to use (default: 150)
-      answers : answers of each policy to each request (default: 4)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      temperature : of samples, and of the log-probs that training compares; 0 is greedy (default:
-        by size, 1.0 for a toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of the measurement of over-optimisation."
     out: str = 'runs/overoptimization'      # run folder
     policy: Annotated[str, MODEL, SIZES] = 'runs/sft'  # SFT, from which distances are measured
     bank: Annotated[str, Reads(('candidates',))] = 'runs/bank'  # a run of best_of_n with many samples of SFT
@@ -154,13 +129,7 @@ def fit_overoptimization(
     r,          # (K,) scores, 0 at the start
     form: str,  # best_of_n or rl
 ) -> tuple[float, float]:
-    """Fit a and b of a curve by least squares; ValueError for fewer than four distances above 0.
-
-    Parameters:
-      d : (K,) distances from the start, the root of the KL divergence
-      r : (K,) scores, 0 at the start
-      form : best_of_n or rl
-    """
+    "Fit a and b of a curve by least squares; ValueError for fewer than four distances above 0."
     basis = _curve_basis(d, form)
     different = len(np.unique(basis[basis[:, 0] > 0, 0]))
     if different < 4:
@@ -176,14 +145,7 @@ def overoptimization_curve(
     b: float,   # decline
     form: str,  # best_of_n or rl
 ) -> np.ndarray:
-    """Compute the score (K,) at each distance.
-
-    Parameters:
-      d : (K,) distances from the start
-      a : rise at the start
-      b : decline
-      form : best_of_n or rl
-    """
+    "Compute the score (K,) at each distance."
     return _curve_basis(d, form) @ np.array([a, b])
 
 # %% ../nbs/overoptimization.ipynb #d2b38ac7
@@ -193,15 +155,7 @@ def foretell_beyond(
     form: str,   # best_of_n or rl
     limit: float = 4.,   # nats, below which the curve is fitted
 ) -> tuple[float, float, np.ndarray]:  # a, b, and the utility foretold at the other points
-    """Fit a curve to near points and extrapolate it; ValueError for fewer than four near points.
-
-    Parameters:
-      kl : (K,) distances from the start, in nats
-      utility : (K,)
-      form : best_of_n or rl
-      limit : nats, below which the curve is fitted
-    Returns: a, b, and the utility foretold at the other points
-    """
+    "Fit a curve to near points and extrapolate it; ValueError for fewer than four near points."
     kl = np.maximum(np.asarray(kl, dtype=float), 0.)   # an estimate may be below 0
     near = kl < limit
     d = np.sqrt(kl)
@@ -212,12 +166,7 @@ def foretell_beyond(
 def falls_from_best(
     utility: np.ndarray,  # (worlds, points), the same points in all worlds, the last one last
 ) -> np.ndarray:  # (worlds,)
-    """Subtract each world's last utility from its utility at the best point, which the other worlds pick.
-
-    Parameters:
-      utility : (worlds, points), the same points in all worlds, the last one last
-    Returns: (worlds,)
-    """
+    "Subtract each world's last utility from its utility at the best point, which the other worlds pick."
     utility = np.asarray(utility, dtype=float)
     if len(utility) < 2:
         raise ValueError('utility has one row: its best point is picked on other worlds. Give two')
@@ -280,15 +229,7 @@ def measure_policy(
     reference: Policy,    # SFT's model
     cfg: OverConfig,
 ) -> dict:  # kl, and the scores by request
-    """Measure a checkpoint on fresh samples: its KL to the reference, and its scores.
-
-    Parameters:
-      folder : of a checkpoint
-      records : requests
-      scores : function of records to scores by name
-      reference : SFT's model
-    Returns: kl, and the scores by request
-    """
+    "Measure a checkpoint on fresh samples: its KL to the reference, and its scores."
     policy = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, records, cfg, n=cfg.answers)
     outputs = []
@@ -338,15 +279,7 @@ def foretell(
     realised: dict | None = None,  # (requests,) of a policy with this reward, by mark
     **columns,
 ) -> list[dict]:  # a row for each mark; one without where fewer than ten samples would tell
-    """Foretell marks at a mean reward, and the error: realised minus foretold.
-
-    Parameters:
-      rewards : (requests, N) of a bank
-      marks : of the bank, likewise
-      reward : the mean reward to foretell at
-      realised : (requests,) of a policy with this reward, by mark
-    Returns: a row for each mark; one without where fewer than ten samples would tell
-    """
+    "Foretell marks at a mean reward, and the error: realised minus foretold."
     columns |= dict(reward=reward)
     try: weights = tilted_weights(rewards, reward)
     except ValueError: return [columns]

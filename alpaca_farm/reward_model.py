@@ -35,35 +35,7 @@ from .train.trainer import answer_batch, batches, example_lengths, Trainer
 # %% ../nbs/reward_model.ipynb #a04d06b0
 @dataclass
 class RewardModelConfig(TrainConfig):
-    """Settings of reward modelling.
-
-    Settings:
-      out : run folder (default: runs/reward_model)
-      preferences : a run of annotators, a file or a hub dataset (default: runs/annotators)
-      columns : names of your columns, where they are not ours (see data.md) (default: )
-      policy : policy whose trunk initialises the model (default: runs/sft)
-      head : the fresh head: zero, or normal for N(0, 1/(d+1)) (default: zero)
-      likelihood : weight of the answer's log-likelihood in its score; 0: none (default: by size,
-        0.2 for a toy, 0.0 for a large model)
-      layers : of the trunk, from the first; 0: all (default: 0)
-      pooling : the head's state: the last, or the answer's mean (default: last)
-      template : prompt format (default: auto)
-      template_arguments : of the chat template (default: {})
-      epochs : passes over the pairs (default: by size, 2 for a toy, 1 for a large model)
-      max_length : tokens of prompt and answer together (default: by size, 128 for a toy, 512 for a
-        large model)
-      held_out : pairs for measuring; -1: 500, or a fifth if that is less (default: -1)
-      max_instances : use only the first n pairs; 0: all (default: 0)
-      margin : lead required of the better answer where the label is certain (default: 0.0)
-      margin_field : field of the records that holds each pair's margin; empty: none (default: )
-      flip_rate : known share of flipped labels (default: 0.0)
-      batch_size : pairs per optimiser step (default: by size, 16 for a toy, 16 for a large model)
-      learning_rate : AdamW's peak learning rate (default: by size, 0.0005 for a toy, 5e-06 for a
-        large model)
-      head_learning_rate : peak learning rate of the head; 0: learning_rate (default: 0.0)
-      lr_schedule : how the learning rate falls (default: linear)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of reward modelling."
     out: str = 'runs/reward_model'            # run folder
     preferences: Pairs = 'runs/annotators'    # a run of annotators, a file or a hub dataset
     columns: str = ''   # names of your columns, where they are not ours (see data.md)
@@ -110,15 +82,7 @@ def pairwise_loss(
     margin=0.,              # (B,) or a number: the lead required of the better one
     flip_rate: float = 0.,  # share of the labels that is flipped, below 0.5
 ):  # (B,)
-    """Compute the Bradley-Terry loss of each pair, in nats (Christiano et al., 2017).
-
-    Parameters:
-      chosen : (B,) scores of the preferred answers
-      rejected : (B,) scores of the others
-      target : (B,) or a number: P(`chosen` is truly the better one); 1 by default
-      margin : (B,) or a number: the lead required of the better one
-      flip_rate : share of the labels that is flipped, below 0.5
-    """
+    "Compute the Bradley-Terry loss of each pair, in nats (Christiano et al., 2017)."
     def nll(lead):
         if not flip_rate: return -F.logsigmoid(lead)
         return -_label_chance(lead, flip_rate).log()
@@ -134,13 +98,7 @@ def margins(
     scale: float = 0.,    # margin of a label that is certain
     name: str = '',       # field of the records that holds the margin instead
 ) -> list[float]:
-    """Read the lead required of each preferred answer; ValueError unless the field holds margins.
-
-    Parameters:
-      records : preference records
-      scale : margin of a label that is certain
-      name : field of the records that holds the margin instead
-    """
+    "Read the lead required of each preferred answer; ValueError unless the field holds margins."
     if not name: return [scale * abs(2 * r['preference'] - 3) for r in records]
     for r in records:
         if isinstance(r.get(name), (int, float)) and 0 <= r[name] < math.inf: continue
@@ -197,13 +155,7 @@ def reward_loss(
     batch: dict,            # ids, mask, response (B, 2, T); label, from 0 to 1, and margin (B,)
     flip_rate: float = 0.,  # share of the labels that is flipped
 ) -> dict[str, torch.Tensor]:  # (B,) each
-    """Compute the loss, accuracy and margin (the lead of the labelled answer) of each pair.
-
-    Parameters:
-      batch : ids, mask, response (B, 2, T); label, from 0 to 1, and margin (B,)
-      flip_rate : share of the labels that is flipped
-    Returns: (B,) each
-    """
+    "Compute the loss, accuracy and margin (the lead of the labelled answer) of each pair."
     first, second = _score_distinct(model, batch).unbind(1)
     lead = second - first
     label = batch['label']
@@ -264,13 +216,7 @@ def calibration(
     observed,        # (N,) labels, or shares of judges, from 0 to 1
     bins: int = 10,  # of equally many pairs
 ) -> list[dict]:
-    """Compare the mean prediction for the favoured answer with the observed share, by bins.
-
-    Parameters:
-      predicted : (N,) P(label prefers the second)
-      observed : (N,) labels, or shares of judges, from 0 to 1
-      bins : of equally many pairs
-    """
+    "Compare the mean prediction for the favoured answer with the observed share, by bins."
     predicted = np.asarray(predicted, float)
     observed = np.asarray(observed, float)
     sure = np.maximum(predicted, 1 - predicted)

@@ -114,14 +114,7 @@ def contrast_prompt(
     side: str = '',      # positive, negative, or neither
     chat: bool = False,  # as messages, for a model with a chat template
 ) -> str | list[dict]:
-    """Write the prompt that a model continues, with the phrase of a side or without one.
-
-    Parameters:
-      record : with `messages`, or `instruction` and maybe `input`
-      pair : of `task.contrast`
-      side : positive, negative, or neither
-      chat : as messages, for a model with a chat template
-    """
+    "Write the prompt that a model continues, with the phrase of a side or without one."
     turns = _task_turns(task, record)
     phrase = pair.get(side, '')
     system = phrase if task.placement == 'system' else ''
@@ -180,31 +173,7 @@ def _judge_prompt(
 # %% ../nbs/rlcd.ipynb #453926ca
 @dataclass
 class RLCDConfig(SampleConfig, ApiConfig):
-    """Settings of preference data without people.
-
-    Settings:
-      out : run folder (default: runs/rlcd)
-      method : how the pairs and their labels are made (default: rlcd)
-      task : name of a task in nbs/recipes/tasks, or a YAML file (default: world)
-      data : dataset folder, file or hub name with requests (default: runs/world)
-      split : split with the requests (default: preference)
-      columns : names of your columns, where they are not ours (see data.md) (default: )
-      max_instances : use only the first n requests; 0: all (default: 0)
-      policy : model that writes and judges (default: runs/dialogue_world)
-      served : model behind base_url that writes and judges instead; policy is empty then (default:
-        )
-      both_orders : judge in both orders and average; else in one, as published (default: False)
-      samples : of rlcd_rescore, context_distillation: run of rlcd (default: )
-      max_retries : times an answer is written anew after the task's filters reject it (default: 5)
-      top_k : sample only from this many likeliest tokens; 0: all (default: 0)
-      chunk : requests that are answered together; also between checkpoints (default: 64)
-      max_prompt : longer prompts are left out, counted and reported (default: 100)
-      template : prompt format (default: raw)
-      temperature : of samples, above 0 (default: 1.0)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of preference data without people."
     out: str = 'runs/rlcd'                    # run folder
     # how the pairs and their labels are made
     method: Literal['rlcd', 'rlaif', 'rlcd_rescore', 'context_distillation'] = 'rlcd'

@@ -37,48 +37,7 @@ from .train.trainer import batches, step_seed, Trainer
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
 class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
-    """Settings of RRHF.
-
-    Settings:
-      out : run folder (default: runs/rrhf)
-      reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
-      policy : where training starts, and the reference (default: runs/sft)
-      candidates : runs or files; empty for the policy's own only (default: runs/candidates)
-      sources : use only these models' candidates; empty: all (default: [])
-      k : candidates of a query: the first k different ones that fit (default: 12)
-      n : how many of the candidates the policy generates (default: 0)
-      decoding : how the policy generates candidates (default: sample)
-      groups : beam: groups the n beams are split into; diverse beams with 2 or more (default: 1)
-      diversity_penalty : beam: nats for each earlier group that chose the token (default: 1.0)
-      refresh_every : steps between new candidates of the policy; 0: never (default: 0)
-      kl_coef : penalty on a candidate's score per nat of log pi/pi_ref (default: 0.0)
-      missing_eos : score of an answer cut off: 1 below the worst whole answer; empty: as it is
-        (default: replace)
-      length_penalty : log-probs are divided by the length to this power (default: 1.0)
-      rank_reduction : over the pairs of a query (default: mean)
-      rrhf_weight : weight of the rank loss against the imitation loss (default: 1.0)
-      perplexity_model : model that measures the perplexity of answers; empty: none (default: )
-      data : dataset whose eval split is answered at the end (default: runs/world)
-      split : split with the queries when `candidates` is empty (default: unlabeled)
-      epochs : passes over the queries (default: by size, 4 for a toy, 3 for a large model)
-      max_length : tokens of prompt and answer together; longer candidates are left out (default: by
-        size, 128 for a toy, 512 for a large model)
-      max_instances : use only the first n queries; 0: all (default: 0)
-      learning_rate : AdamW's peak learning rate (default: by size, 0.001 for a toy, 2e-05 for a
-        large model)
-      lr_schedule : how the learning rate falls (default: linear)
-      batch_size : queries per optimiser step (default: by size, 8 for a toy, 8 for a large model)
-      save_every : steps between saved policies model-<step>/; 0: none (default: 50)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      temperature : of samples, and of the log-probs that training compares; 0 is greedy (default:
-        by size, 1.0 for a toy, 0.8 for a large model)
-      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of RRHF."
     out: str = 'runs/rrhf'                   # run folder
     policy: SizedModel = 'runs/sft'          # where training starts, and the reference
     # runs or files; empty for the policy's own only
@@ -138,15 +97,7 @@ def rrhf_loss(
     mask: torch.Tensor,    # (B, k) bool, False where a query has fewer candidates
     reduction: str = 'sum',  # over the pairs of a query: sum, as published, or mean
 ) -> torch.Tensor:  # (B,)
-    """Compute the rank loss of each query (Yuan et al., 2023, eq. 2).
-
-    Parameters:
-      logps : (B, k) length-normalised log-probs, p
-      scores : (B, k), r
-      mask : (B, k) bool, False where a query has fewer candidates
-      reduction : over the pairs of a query: sum, as published, or mean
-    Returns: (B,)
-    """
+    "Compute the rank loss of each query (Yuan et al., 2023, eq. 2)."
     pairs = _ranked_pairs(scores, mask)
     lead = logps[:, :, None] - logps[:, None]   # of the worse candidate
     cost = torch.where(pairs, lead, 0).clamp(min=0)
@@ -330,13 +281,7 @@ def rrhf_batch(
     tokenizer,
     template: str = 'auto',    # prompt format
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, k, T); scores, present (B, k); best (B,)
-    """Collate queries, with empty rows where one has fewer than k candidates.
-
-    Parameters:
-      queries : with `scores`, each with its prompt's ids
-      template : prompt format
-    Returns: ids, mask, response (B, k, T); scores, present (B, k); best (B,)
-    """
+    "Collate queries, with empty rows where one has fewer than k candidates."
     most = max(len(query['output']) for query, _ in queries)
     shape = len(queries), most
     scores = torch.zeros(shape, dtype=torch.float64)
@@ -376,12 +321,7 @@ def rrhf_step(
     batch: dict,      # of `rrhf_batch`
     cfg: RRHFConfig,
 ) -> dict[str, torch.Tensor]:  # (B,) each
-    """Compute the loss and figures of each query (Yuan et al., 2023, eq. 2 to 4).
-
-    Parameters:
-      batch : of `rrhf_batch`
-    Returns: (B,) each
-    """
+    "Compute the loss and figures of each query (Yuan et al., 2023, eq. 2 to 4)."
     present = batch['present']
     scores = batch['scores']
     rows = {name: batch[name][present] for name in ('ids', 'mask', 'response')}
@@ -398,10 +338,7 @@ def rrhf_step(
 
 # %% ../nbs/rrhf.ipynb #7516c140
 def perplexities(policy: Policy, texts: list[str]) -> list[float]:  # one for each text
-    """Measure the perplexity of each text by itself.
-
-    Returns: one for each text
-    """
+    "Measure the perplexity of each text by itself."
     tokenizer = policy.tokenizer
     first = tokenizer.bos_token_id
     if first is None: first = tokenizer.eos_token_id

@@ -27,32 +27,7 @@ from .train.trainer import Trainer
 # %% ../nbs/sft.ipynb #b757aa20
 @dataclass
 class SFTConfig(HeldOutConfig, AnswerConfig):
-    """Settings of supervised fine-tuning.
-
-    Settings:
-      out : run folder (default: runs/sft)
-      data : dataset folder, file or hub name with demonstrations (default: runs/world)
-      split : split to train on (default: sft)
-      val_split : held-out split for the likelihood before and after; empty: none (default: val)
-      turns : turns of the assistant in a dialogue that are learned (default: all)
-      policy : the base model (default: runs/world)
-      epochs : passes over the demonstrations (default: by size, 1 for a toy, 1 for a large model)
-      max_length : tokens of prompt and response together (default: by size, 128 for a toy, 512 for
-        a large model)
-      learning_rate : AdamW's peak learning rate (default: by size, 0.002 for a toy, 2e-05 for a
-        large model)
-      batch_size : demonstrations per optimiser step (default: by size, 16 for a toy, 16 for a large
-        model)
-      max_instances : use only the first n demonstrations; 0: all (default: 0)
-      eval_every : steps between measurements of val_loss on val_split; 0: at the end (default: 0)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of supervised fine-tuning."
     out: str = 'runs/sft'                    # run folder
     # dataset folder, file or hub name with demonstrations
     data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
@@ -77,12 +52,7 @@ def sft_loss(
     policy: Policy,
     batch: dict,  # ids, mask, response: each (B, T)
 ) -> dict[str, torch.Tensor]:  # one value per token, (B, T)
-    """Compute the negative log-likelihood of each response token.
-
-    Parameters:
-      batch : ids, mask, response: each (B, T)
-    Returns: one value per token, (B, T)
-    """
+    "Compute the negative log-likelihood of each response token."
     return dict(loss=-logprobs(policy, batch))
 
 # %% ../nbs/sft.ipynb #d1a10901

@@ -82,12 +82,7 @@ def to_datasets(
     world: str = 'runs/world',              # folder of the world
     preferences: str = 'runs/annotators',   # labels: a run of annotators or a file
 ):  # a DatasetDict
-    """Return a world's splits in TRL's columns, beside them the utility.
-
-    Parameters:
-      world : folder of the world
-      preferences : labels: a run of annotators or a file
-    """
+    "Return a world's splits in TRL's columns, beside them the utility."
     from datasets import Dataset, DatasetDict
     check_trl()
     found = read_world(world)
@@ -108,14 +103,7 @@ def read_completions(
     completion_ids: list | None = None,  # B lists of token ids
     ends: tuple = (),           # tokens that end an answer
 ) -> list[dict]:
-    """Make records of TRL's prompts and completions, with `ended` where ids are given.
-
-    Parameters:
-      prompts : B chats or texts
-      completions : B chats or texts
-      completion_ids : B lists of token ids
-      ends : tokens that end an answer
-    """
+    "Make records of TRL's prompts and completions, with `ended` where ids are given."
     records = []
     for k, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if isinstance(prompt, str): record = dict(instruction=prompt)
@@ -136,13 +124,7 @@ def group_wins(
     records: list[dict],  # answers, several to each prompt
     judge,                # an annotator or a pool
 ) -> list[float]:  # from 0 to 1
-    """Compute each answer's share of wins over the other answers to its prompt; ValueError for none.
-
-    Parameters:
-      records : answers, several to each prompt
-      judge : an annotator or a pool
-    Returns: from 0 to 1
-    """
+    "Compute each answer's share of wins over the other answers to its prompt; ValueError for none."
     groups = {}
     for i, record in enumerate(records): groups.setdefault(prompt_key(record), []).append(i)
     places = []
@@ -179,14 +161,7 @@ def reward_function(
     world: str = 'runs/world',  # folder, for a function that has a parameter of this name
     cfg: Config | None = None,  # how models are loaded
 ) -> Callable:
-    """Make a reward with TRL's signature, for `reward_funcs`; ValueError for any other name.
-
-    Parameters:
-      spec : a reward model, a judge, or module:function of records
-      policy : whose end tokens tell which completions have ended
-      world : folder, for a function that has a parameter of this name
-      cfg : how models are loaded
-    """
+    "Make a reward with TRL's signature, for `reward_funcs`; ValueError for any other name."
     check_trl()
     cfg = cfg or Config()
     scorer = _scorer(spec, world, cfg)

@@ -25,16 +25,7 @@ from .run.settings import Count, Reads
 # %% ../nbs/wombat.ipynb #dc190ae3
 @dataclass
 class WombatConfig(ApiConfig):
-    """Settings of candidates by several models.
-
-    Settings:
-      out : run folder (default: runs/wombat)
-      candidates : runs or files with the models' answers (default: ['runs/candidates'])
-      columns : names of your columns, where they are not ours (see data.md) (default: )
-      max_instances : use only the first n requests; 0: all (default: 800)
-      rater : model behind base_url that rates; empty: scores of the files, or none (default: )
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of candidates by several models."
     out: str = 'runs/wombat'    # run folder
     # runs or files with the models' answers
     candidates: Annotated[list[str], Reads(('candidates', 'preferences', 'outputs'))] = field(
@@ -117,11 +108,7 @@ def rate(
     client: ApiClient,   # of the rater
     cfg: WombatConfig,
 ) -> list[dict]:
-    """Give queries `scores` by the rater, and leave out queries whose rating cannot be read.
-
-    Parameters:
-      client : of the rater
-    """
+    "Give queries `scores` by the rater, and leave out queries whose rating cannot be read."
     ratings = _ask_rater(queries, client, cfg, 0., 1)
     unread = [i for i, sums in enumerate(ratings) if sums is None]
     sampled = _ask_rater([queries[i] for i in unread], client, cfg, 1., 2)

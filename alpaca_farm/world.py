@@ -37,44 +37,7 @@ from .worlds.folder import SPLITS, write_world
 # %% ../nbs/world.ipynb #8efdfb2f
 @dataclass
 class WorldConfig(TrainConfig):
-    """Settings of the embedded world.
-
-    Settings:
-      out : run folder: the dataset, the crowd and the pool, and the base model (default:
-        runs/world)
-      sft : demonstrations for supervised training (AlpacaFarm: 10,000) (default: 24000)
-      preference : requests on which answers are compared (10,000) (default: 6000)
-      unlabeled : requests without answers (20,000) (default: 2000)
-      val : validation requests (2,000) (default: 500)
-      eval : evaluation requests (805) (default: 805)
-      sft_skill : mean skill of the demonstrators, 0 to 1 (default: 0.5)
-      contested : share of facts about which many authors believe a common mistake (default: 0.5)
-      prose_right : share of these mistakes that the prose corrects; 0: it is as mistaken as
-        demonstrators (default: 0.0)
-      habit : how much the demonstrators' habits follow who asks (default: 0.2)
-      flattery : share of demonstrations that flatter (default: 0.05)
-      flattered : how much judges of the pool like flattery, in units of utility (default: 0.25)
-      mistaken : share of the contested facts about which the whole pool is mistaken (default: 0.3)
-      flips : share of the pool's labels that are flipped (default: 0.1)
-      fidelity : how much the judges of the pool resemble the crowd, 0 to 1 (default: 0.8)
-      coin : factor of each judge's own chance (default: 1.0)
-      disagreement : factor of the spread of the crowd's tastes and of its mistakes (default: 1.0)
-      prose : pages of prose the base model is trained on (default: 10000)
-      dialogues : further pages: requests answered by authors who are described beforehand (default:
-        0)
-      vocab_size : tokens of the tokenizer (default: 900)
-      hidden_size : width of the base model (default: 128)
-      layers : layers of the base model (default: 2)
-      heads : attention heads of each layer (default: 4)
-      ffn : width of its feed-forward layers (default: 320)
-      learning_rate : AdamW's peak learning rate (default: 0.003)
-      warmup : share of the steps over which the learning rate rises (default: 0.02)
-      batch_size : pages per step (default: 16)
-      weight_decay : AdamW's weight decay, on matrices only (default: 0.05)
-      betas : AdamW's betas (default: [0.9, 0.98])
-      checkpoint_every : steps, or ten minutes, between checkpoints (default: 250)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of the embedded world."
     out: str = 'runs/world'  # run folder: the dataset, the crowd and the pool, and the base model
     sft: Positive = 24000  # demonstrations for supervised training (AlpacaFarm: 10,000)
     preference: Positive = 6000               # requests on which answers are compared (10,000)
@@ -184,11 +147,7 @@ def dialogue_page(
     truth: Truth,         # of the world
     rng: random.Random,
 ) -> str:
-    """Write a request with an author's answer, or with a reader's choice between two.
-
-    Parameters:
-      truth : of the world
-    """
+    "Write a request with an author's answer, or with a reader's choice between two."
     spec = sample_request(rng, truth=truth)
     while is_held_out(spec): spec = sample_request(rng, truth=truth)
     request = render(spec)
@@ -212,15 +171,7 @@ def embedded_pairs(
     seed: int = 0,      # of requests, answers and votes
     voters: Population = crowd,   # those who vote, in a world of theirs
 ) -> list[dict]:  # labelled pairs; generator_1 and _2 name the authors
-    """Sample pairs of answers by authors of differing skill, labelled by the crowd.
-
-    Parameters:
-      n : pairs
-      votes : the crowd's votes on each
-      seed : of requests, answers and votes
-      voters : those who vote, in a world of theirs
-    Returns: labelled pairs; generator_1 and _2 name the authors
-    """
+    "Sample pairs of answers by authors of differing skill, labelled by the crowd."
     rng = random.Random(seed)
     truth = voters.annotators[0].truth
     pairs = []
@@ -241,11 +192,7 @@ def utility_parts(
     records: list[dict],
     folder: str = '',     # of the world; empty: the written one
 ) -> dict[str, np.ndarray]:
-    """Return the parts of each record's utility, (records,) each, by mark.
-
-    Parameters:
-      folder : of the world; empty: the written one
-    """
+    "Return the parts of each record's utility, (records,) each, by mark."
     truth = read_truth(folder)
     weights = quality(truth)
     weighted = answer_matrix(records, truth=truth)*weights.astype(np.longdouble)   # rounded once
@@ -326,13 +273,7 @@ def best_without_labels(
     records: list[dict],   # the samples of each request one after the other, with `logprob`
     folder: str,           # of the world, with its base model and its held-out crowd
 ) -> list[float]:  # 1 for the sample that is chosen, else 0
-    """Choose samples by the rule whose choices the held-out crowd likes best.
-
-    Parameters:
-      records : the samples of each request one after the other, with `logprob`
-      folder : of the world, with its base model and its held-out crowd
-    Returns: 1 for the sample that is chosen, else 0
-    """
+    "Choose samples by the rule whose choices the held-out crowd likes best."
     n = next((k for k, r in enumerate(records) if r['instruction'] != records[0]['instruction']),
              len(records))
     judges = read_population(f'{folder}/held_out_crowd.json')

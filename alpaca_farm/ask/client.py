@@ -32,13 +32,7 @@ def parse_mapping(
     entries: list[str],  # such as "old=new"
     kind=str,            # type of the right-hand side
 ) -> dict:
-    """Read the entries of a setting as a dict; ValueError for an entry of another form.
-
-    Parameters:
-      name : name of the setting
-      entries : such as "old=new"
-      kind : type of the right-hand side
-    """
+    "Read the entries of a setting as a dict; ValueError for an entry of another form."
     mapping = {}
     for entry in entries:
         key, equals, value = entry.partition('=')
@@ -52,22 +46,7 @@ def parse_mapping(
 # %% ../../nbs/ask/client.ipynb #cf7d27e7
 @dataclass
 class ApiConfig(Config):
-    """Settings of requests to an API.
-
-    Settings:
-      out : run folder (default: )
-      base_url : such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI (default: )
-      models : replaced models, such as gpt-4=gpt-4.1 (default: [])
-      decoding : fields of requests, such as temperature=0 (default: [])
-      store : file of all answers, shared by runs and processes (default: runs/answers.sqlite)
-      concurrency : requests under way at a time (default: 64)
-      timeout : seconds of silence after which a request is sent again (default: 120.0)
-      tries : times a request is sent before it counts as failed (default: 15)
-      budget : the most dollars that all starts of this run folder may cost together; 0: no limit
-        (default: 0.0)
-      prices : YAML file of prices, `name: [in, out]`, dollars per million tokens (default: )
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of requests to an API."
     base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
     models: list[str] = field(default_factory=list)  # replaced models, such as gpt-4=gpt-4.1
     decoding: list[str] = field(default_factory=list)  # fields of requests, such as temperature=0
@@ -205,13 +184,7 @@ def price(self: ApiClient,
     tokens_in: float,    # of the prompt
     tokens_out: float,   # of the answer
 ) -> float | None:       # dollars; None if the price is unknown
-    """Price numbers of tokens.
-
-    Parameters:
-      tokens_in : of the prompt
-      tokens_out : of the answer
-    Returns: dollars; None if the price is unknown
-    """
+    "Price numbers of tokens."
     return cost(model, tokens_in, tokens_out, self.prices)
 
 
@@ -295,11 +268,7 @@ def note_answer(self: ApiClient,
     answer: dict,
     seconds: float,   # how long the answer took
 ):
-    """Store an answer, add up tokens and prices, and hand it to the caller.
-
-    Parameters:
-      seconds : how long the answer took
-    """
+    "Store an answer, add up tokens and prices, and hand it to the caller."
     tally = self.tally
     model = request['model']
     tokens_in, tokens_out = token_usage(answer, request)
@@ -323,11 +292,7 @@ def note_failure(self: ApiClient,
     e: Exception,
     silent: bool,   # whether no request has been answered meanwhile
 ):
-    """Note why a request has failed; end the call if the others would fail as well.
-
-    Parameters:
-      silent : whether no request has been answered meanwhile
-    """
+    "Note why a request has failed; end the call if the others would fail as well."
     why = _stop_reason(e, model)
     self.tally.failed[key] = why or _first_line(e)
     if _concerns_request(e): self.tally.refused.add(key)
@@ -430,12 +395,7 @@ def begin(self: ApiClient,
     todo: dict[bytes, dict],   # requests by key
     receive,                   # called with the key and the answer, for every answer
 ):
-    """Set the state of a call.
-
-    Parameters:
-      todo : requests by key
-      receive : called with the key and the answer, for every answer
-    """
+    "Set the state of a call."
     self.todo = todo
     self.receive = receive
     self.under_way = 0        # requests that are sent and not answered
@@ -489,14 +449,7 @@ def ask(
     tries: list[int] = (),  # how often the client asks for a readable answer; once by default
     draws: list[int] = (),  # number of each request's first answer in the store
 ) -> tuple[list, list[list[dict]]]:   # what each request's last answer says; all its answers
-    """Ask until answers can be read or have been tried; ValueError if none of the first can.
-
-    Parameters:
-      read : takes an index and an answer; gives what the answer says, None if unreadable
-      tries : how often the client asks for a readable answer; once by default
-      draws : number of each request's first answer in the store
-    Returns: what each request's last answer says; all its answers
-    """
+    "Ask until answers can be read or have been tried; ValueError if none of the first can."
     n = len(requests)
     tries = list(tries) or [1] * n
     draws = draws or [0] * n

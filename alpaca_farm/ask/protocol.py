@@ -126,15 +126,7 @@ def cost(
     tokens_out: float,   # tokens of the answer
     prices: dict,        # as `price_list` returns them
 ) -> float | None:       # dollars; None if the price is unknown
-    """Price the given numbers of tokens of a model.
-
-    Parameters:
-      model : with or without a date
-      tokens_in : tokens of the prompt
-      tokens_out : tokens of the answer
-      prices : as `price_list` returns them
-    Returns: dollars; None if the price is unknown
-    """
+    "Price the given numbers of tokens of a model."
     name = model if model in prices else model.rpartition('-20')[0]
     if name not in prices: return None
     price_in, price_out = prices[name]

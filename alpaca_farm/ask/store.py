@@ -32,14 +32,7 @@ def request_key(
     draw: int = 0,       # which of several answers to the same request
     endpoint: str = '',  # where it is sent, as `endpoint_name` writes it
 ) -> bytes:              # 32 bytes
-    """Hash a request's JSON by SHA-256; the order of fields does not matter.
-
-    Parameters:
-      request : everything that is sent
-      draw : which of several answers to the same request
-      endpoint : where it is sent, as `endpoint_name` writes it
-    Returns: 32 bytes
-    """
+    "Hash a request's JSON by SHA-256; the order of fields does not matter."
     parts = [request, draw]
     if endpoint: parts.append(endpoint)
     text = json_text(parts, sort_keys=True, separators=(',', ':'))
@@ -132,13 +125,7 @@ class Store:
         run: str = '',         # the run that has paid for it
         dollars: float = 0.,   # how much the run has paid
     ):
-        """Store an answer and its request permanently, unless the key has an answer already.
-
-        Parameters:
-          seconds : how long the answer took
-          run : the run that has paid for it
-          dollars : how much the run has paid
-        """
+        "Store an answer and its request permanently, unless the key has an answer already."
         with self.db:   # undone by an error
             self.run('begin immediate')
             self.run('insert or ignore into requests values (?, ?)', key, json_text(request))

@@ -39,18 +39,7 @@ COMPARED = ['runs/world/pool.json', 'runs/world/judge.json',
 
 @dataclass
 class AgreementConfig(ApiConfig, JudgedConfig):
-    """Settings of a comparison of judges with people.
-
-    Settings:
-      out : run folder (default: runs/agreement)
-      sets : labelled pairs: files (*: several) or module:name (default:
-        ['runs/world/labelled.json'])
-      judges : judges, or files of their labels (file#name) (default: ['runs/world/pool.json',
-        'runs/world/judge.json', 'alpaca_farm.boards.agreement:prefer_longer'])
-      max_instances : use only the first n pairs of each set; 0: all (default: 0)
-      draws : bootstrap draws (default: 400)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of a comparison of judges with people."
     out: str = 'runs/agreement'          # run folder
     # labelled pairs: files (*: several) or module:name
     sets: Annotated[list[str], Len(1), Reads()] = field(default_factory=lambda: SETS)
@@ -81,12 +70,7 @@ def ask_judge(
     pairs: list[dict],
     seed: int = 0,      # of the choice of judges
 ) -> Verdicts:
-    """Ask a judge about pairs in both orders; ValueError if requests remain open.
-
-    Parameters:
-      judge : a judge or a pool
-      seed : of the choice of judges
-    """
+    "Ask a judge about pairs in both orders; ValueError if requests remain open."
     name = annotator_name(judge)
     members = pool_members(judge)
     weights = pool_weights(judge)
@@ -131,13 +115,7 @@ def chosen_probability(
     preferences,  # (judges, 2, pairs) of a judge, from 1 to 2
     people,       # (people, pairs) from `people_votes`
 ) -> float:  # nan without a pair on which people prefer one answer
-    """Average over pairs the probability that a judge gives to the answer that people prefer.
-
-    Parameters:
-      preferences : (judges, 2, pairs) of a judge, from 1 to 2
-      people : (people, pairs) from `people_votes`
-    Returns: nan without a pair on which people prefer one answer
-    """
+    "Average over pairs the probability that a judge gives to the answer that people prefer."
     mode = vote_mode(one_hot_votes(people).sum(0))
     known = ~np.isnan(preferences)
     times = known.sum((0, 1))
@@ -170,15 +148,7 @@ def agreement_board(
     seed: int = 0,            # of votes and bootstrap
     done=lambda *_: None,     # called with (rows done, text)
 ):  # DataFrame; each measure with its _low and _high (95 %)
-    """Measure people on each set, and each judge on the pairs of it that were shown to it.
-
-    Parameters:
-      sets : labelled pairs by the name of the set
-      judged : {(set, judge): Verdicts}
-      draws : of the bootstrap
-      seed : of votes and bootstrap
-      done : called with (rows done, text)
-    """
+    "Measure people on each set, and each judge on the pairs of it that were shown to it."
     import pandas as pd
     rows = []
     for s, pairs in sets.items():
@@ -276,14 +246,7 @@ def verdicts_of_judges(
     sets: dict,         # labelled pairs by the name of the set
     cfg,                # settings of the requests
 ) -> dict:  # {(set, judge): Verdicts}
-    """Read or ask for the verdicts of judges; ValueError for two of one name, or open requests.
-
-    Parameters:
-      specs : names of judges, or files of verdicts, maybe with a #pattern of names
-      sets : labelled pairs by the name of the set
-      cfg : settings of the requests
-    Returns: {(set, judge): Verdicts}
-    """
+    "Read or ask for the verdicts of judges; ValueError for two of one name, or open requests."
     recorded = [_recorded_verdicts(spec, sets) for spec in specs]   # before a judge is paid
     judged = {}
     for spec, new in zip(specs, recorded):
@@ -332,12 +295,7 @@ def effective_judges(
     judges: np.ndarray,  # (judges, pairs) preferences
     people: np.ndarray,  # (pairs,) mean preferences of the people whom the judges replace
 ) -> float:
-    """Compute how many independent judges would have as small an error of the mean.
-
-    Parameters:
-      judges : (judges, pairs) preferences
-      people : (pairs,) mean preferences of the people whom the judges replace
-    """
+    "Compute how many independent judges would have as small an error of the mean."
     errors = judges - people
     return float((errors**2).mean()/(errors.mean(0)**2).mean())
 

@@ -30,16 +30,7 @@ from ..run.settings import Count, Judge, Labels, Reads
 # %% ../../nbs/boards/compare.ipynb #e5ca51a0
 @dataclass
 class CompareConfig(JudgedConfig):
-    """Settings of a comparison.
-
-    Settings:
-      out : run folder (default: runs/compare)
-      folders : to compare (default: ['runs/dpo', 'runs/ppo'])
-      annotators : judge, as in the notebook `annotators` (default: runs/world/held_out_crowd.json)
-      labels : people's labels of some pairs, to correct the judge (default: )
-      examples : number of requests whose answers are shown (default: 3)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of a comparison."
     out: str = 'runs/compare'  # run folder
     # to compare
     folders: Annotated[list[str], Reads()] = field(

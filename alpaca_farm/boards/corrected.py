@@ -27,14 +27,7 @@ def ppi_mean(
     others,  # (..., M) in [0, 1], the judge's on other requests, of which there may be none
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # each (...)
     """Estimate the labels' mean, its standard error and the weight of the judge (PPI++, equation 2
-    and proposition 2).
-
-    Parameters:
-      labels : (..., n) in [0, 1]
-      judge : (..., n) in [0, 1], on the same requests
-      others : (..., M) in [0, 1], the judge's on other requests, of which there may be none
-    Returns: each (...)
-    """
+    and proposition 2)."""
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
     n = y.shape[-1]
     M = rest.shape[-1]
@@ -69,13 +62,7 @@ def correct_mean(
     judge,   # (..., n) in [0, 1], on the same requests
     others,  # (..., M) in [0, 1], the judge's on other requests, of which there may be none
 ) -> Corrected:
-    """Correct the mean of labels, with a 95 % interval that holds for few labels.
-
-    Parameters:
-      labels : (..., n) in [0, 1]
-      judge : (..., n) in [0, 1], on the same requests
-      others : (..., M) in [0, 1], the judge's on other requests, of which there may be none
-    """
+    "Correct the mean of labels, with a 95 % interval that holds for few labels."
     from scipy.special import stdtrit
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
     n = y.shape[-1]
@@ -122,13 +109,7 @@ def plan_labels(
     agreement: float,     # of a person with the judge: a guess, or of `judge_agreement`
     within: float = .02,  # half-width of the interval, in [0, 1]
 ) -> Plan:
-    """Forecast how many labels an interval takes, before any is there.
-
-    Parameters:
-      judge : verdicts in [0, 1] (N,); (N, 2) for the difference of two policies
-      agreement : of a person with the judge: a guess, or of `judge_agreement`
-      within : half-width of the interval, in [0, 1]
-    """
+    "Forecast how many labels an interval takes, before any is there."
     side = _side_of(judge)
     policies = side.ndim
     if policies == 2: side = side[:, 1] - side[:, 0]
@@ -202,12 +183,7 @@ def match_labels(
     spec: str,          # a file or run of people's labels
     comparisons: dict,  # {name: (a model's answers, reference answers)}
 ) -> dict[str, PeopleLabels]:
-    """Match labels with comparisons, and print how many are on other pairs.
-
-    Parameters:
-      spec : a file or run of people's labels
-      comparisons : {name: (a model's answers, reference answers)}
-    """
+    "Match labels with comparisons, and print how many are on other pairs."
     known = read_people_labels(spec)
     lost = set(known)
     found = {}
@@ -228,13 +204,7 @@ def people_win_rate(
     preferences,           # (N,) a judge's in [1, 2], nan without a verdict
     labels: PeopleLabels,  # of people, on the same requests
 ) -> Corrected:            # in percent
-    """Correct a judge's win rate; ValueError for too few labels on requests with a verdict.
-
-    Parameters:
-      preferences : (N,) a judge's in [1, 2], nan without a verdict
-      labels : of people, on the same requests
-    Returns: in percent
-    """
+    "Correct a judge's win rate; ValueError for too few labels on requests with a verdict."
     f = np.asarray(preferences, dtype=float) - 1
     has = ~np.isnan(labels.votes)
     judged = ~np.isnan(f) & ~labels.same
@@ -277,14 +247,7 @@ def explain_win_rate(
     preferences,           # (N,) the judge's, nan without a verdict
     labels: PeopleLabels,  # on the same requests
 ) -> list[str]:
-    """Say what a correction finds of a model's win rate, and what may be wrong with it.
-
-    Parameters:
-      name : of the model
-      judge : its name
-      preferences : (N,) the judge's, nan without a verdict
-      labels : on the same requests
-    """
+    "Say what a correction finds of a model's win rate, and what may be wrong with it."
     c = people_win_rate(preferences, labels)
     f = np.asarray(preferences, dtype=float) - 1
     judged = ~np.isnan(f)
@@ -315,13 +278,7 @@ def people_difference(
     first: tuple,   # (preferences, labels) as of `people_win_rate`
     second: tuple,  # the same of another policy
 ) -> Interval | None:  # in points; None for duels, or under ten requests labelled for both
-    """Correct the second win rate minus the first.
-
-    Parameters:
-      first : (preferences, labels) as of `people_win_rate`
-      second : the same of another policy
-    Returns: in points; None for duels, or under ten requests labelled for both
-    """
+    "Correct the second win rate minus the first."
     f, one = first
     g, two = second
     if {one.drawn, two.drawn} - {None, 'random'}: return None

@@ -27,12 +27,7 @@ def replicates_of(
     folder: str,       # of a run
     worlds: int = 3,   # at most
 ) -> list[str]:
-    """List a run, and the same run in a farm's other worlds.
-
-    Parameters:
-      folder : of a run
-      worlds : at most
-    """
+    "List a run, and the same run in a farm's other worlds."
     path = Path(folder)
     found = [folder]
     for k in range(1, worlds):
@@ -54,13 +49,7 @@ def print_answers(
     n: int = 5,      # requests, the first of the last run's
     world: str = '',  # folder of the world, which may know the right answers
 ):
-    """Print what runs answer to some requests.
-
-    Parameters:
-      runs : folders by name
-      n : requests, the first of the last run's
-      world : folder of the world, which may know the right answers
-    """
+    "Print what runs answer to some requests."
     answers = {}
     asked = []
     for name, folder in runs.items():

@@ -194,16 +194,7 @@ def farm_board(
     labels: str = '',    # people's labels of answers, to correct the first judge
     policies: dict = {},  # runs that have answered for outside policies, by row
 ) -> tuple:  # answers by row; {judge: {row: (requests,) preferences over SFT}}; the DataFrame
-    """Judge the answers of all rows of a replicate.
-
-    Parameters:
-      folder : of the replicate's runs
-      judges : {column: judge}, first the held-out crowd, `crowd`
-      runs : names of the methods' runs
-      labels : people's labels of answers, to correct the first judge
-      policies : runs that have answered for outside policies, by row
-    Returns: answers by row; {judge: {row: (requests,) preferences over SFT}}; the DataFrame
-    """
+    "Judge the answers of all rows of a replicate."
     import pandas as pd
     answers = method_answers(folder, runs)
     sft = answers['sft']
@@ -243,12 +234,7 @@ def parts_table(
     worlds: list[World],     # of each replicate
     seed: int = 0,
 ):  # DataFrame: method, part, difference, low, high
-    """Tabulate the parts of the utility of all replicates' rows, minus SFT's, with intervals.
-
-    Parameters:
-      replicates : answers by row, of each replicate
-      worlds : of each replicate
-    """
+    "Tabulate the parts of the utility of all replicates' rows, minus SFT's, with intervals."
     import pandas as pd
     sft = [_mark_means(answers['sft'], world) for answers, world in zip(replicates, worlds)]
     tables = []
@@ -269,13 +255,7 @@ def write_boards(
     boards: list,   # the board of each replicate
     names: dict,    # who judges, by column
 ):
-    """Write boards and their figures; `crowd_sd` is the spread of each row over replicates.
-
-    Parameters:
-      run : the farm's
-      boards : the board of each replicate
-      names : who judges, by column
-    """
+    "Write boards and their figures; `crowd_sd` is the spread of each row over replicates."
     import pandas as pd
     spread = pd.concat(boards).groupby('method').crowd.std()
     named = {}

@@ -32,13 +32,7 @@ def read_answers(
     candidates: bool = False,  # prefer a folder's candidates.json, all samples, to outputs.json
     columns: str = '',         # names of columns: our name, equals sign, your name
 ) -> list[dict]:
-    """Read answers, one or several per request; tells what their run was warned of.
-
-    Parameters:
-      spec : a run folder or a file
-      candidates : prefer a folder's candidates.json, all samples, to outputs.json
-      columns : names of columns: our name, equals sign, your name
-    """
+    "Read answers, one or several per request; tells what their run was warned of."
     for said in read_summary(spec).get('warnings', []): notice(f'{spec}: {said}')
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
     return load_records(spec, names, ('output', 'candidates'), columns=columns)
@@ -65,13 +59,7 @@ def policy_names(
     policies: list[str],  # folders of models
     taken,                # names of other rows
 ) -> dict[str, str]:      # folders by name
-    """Name outside policies by their folders; ValueError for two rows of one name.
-
-    Parameters:
-      policies : folders of models
-      taken : names of other rows
-    Returns: folders by name
-    """
+    "Name outside policies by their folders; ValueError for two rows of one name."
     found = {}
     for spec in policies:
         path = Path(spec)
@@ -89,14 +77,7 @@ def policy_run(
     folder: str,    # of the run
     **settings,     # of `best_of_n`: what is answered and how, and the reference policy
 ) -> Job:
-    """Make the job in which an outside policy answers once.
-
-    Parameters:
-      name : of the row
-      policy : folder of its model
-      folder : of the run
-    Returns: of `best_of_n`: what is answered and how, and the reference policy
-    """
+    "Make the job in which an outside policy answers once."
     given = dict(settings, policy=policy, n=1, reward_model='')
     return Job(f'{folder}/answers_{name}', 'best_of_n', given, [], 5)
 
@@ -106,13 +87,7 @@ def free_win_rates(
     before: str,  # of the run whose answers they are compared with
     world: str,   # folder of the world that has the judges
 ) -> str:
-    """Say how often answers win, under judges that cost nothing; empty if there are none.
-
-    Parameters:
-      folder : of a run with answers
-      before : of the run whose answers they are compared with
-      world : folder of the world that has the judges
-    """
+    "Say how often answers win, under judges that cost nothing; empty if there are none."
     said = []
     for run in (folder, before):
         if not (at_root(run)/'outputs.json').exists(): return ''
@@ -181,16 +156,7 @@ def judge_all(
     seed: int = 0,           # of the sampled votes
     done=lambda *_: None,    # called after each model with the number of steps and a text
 ) -> dict[str, Judged]:      # by judge
-    """Judge all models' answers by every judge; of a paid pool, votes stand for expected preferences.
-
-    Parameters:
-      methods : answers by model
-      references : the answers that they are compared with
-      judges : judges and pools by name
-      seed : of the sampled votes
-      done : called after each model with the number of steps and a text
-    Returns: by judge
-    """
+    "Judge all models' answers by every judge; of a paid pool, votes stand for expected preferences."
     judged = {}
     step = 0
     for name, judge in judges.items():

@@ -63,16 +63,7 @@ def leaderboard(
     columns: dict = ANSWER_COLUMNS,
     labels: dict | None = None,  # people's by model, but for the reference, for the first judge
 ):  # a DataFrame with each judge's win rate in percent, `_low` and `_high` (95 %)
-    """Make a board, best model of the first judge first; `_votes` and `_votes_se` are of sampled votes.
-
-    Parameters:
-      judged : of `judge_all`: `Judged` by judge
-      methods : answers by model, from which `columns` are computed
-      reference : what the win rates are against
-      n : bootstrap draws
-      seed : of these
-      labels : people's by model, but for the reference, for the first judge
-    """
+    "Make a board, best model of the first judge first; `_votes` and `_votes_se` are of sampled votes."
     import pandas as pd
     check_column_names(list(judged), columns)
     first = next(iter(judged))
@@ -116,12 +107,7 @@ def leaderboard_figure(
     board,        # of `leaderboard`; a column `kind` says which rows are a `method`
     judges=None,  # whose columns are drawn; None: all
 ):
-    """Draw win rates with intervals, and a bar from the first judge's rate to the corrected one.
-
-    Parameters:
-      board : of `leaderboard`; a column `kind` says which rows are a `method`
-      judges : whose columns are drawn; None: all
-    """
+    "Draw win rates with intervals, and a bar from the first judge's rate to the corrected one."
     import matplotlib.pyplot as plt
     judges = judges or [c for c in board if f'{c}_low' in board]
     fig, ax = plt.subplots(figsize=(6.5, max(2, 1 + .45*len(board))), layout='tight')
@@ -152,13 +138,7 @@ def board_text(
     folder: str,          # the run that made it
     latex: bool = False,  # in place of Markdown
 ) -> str:
-    """Write a board as Markdown or LaTeX, with the version, commit and seed that made it.
-
-    Parameters:
-      board : a DataFrame of it
-      folder : the run that made it
-      latex : in place of Markdown
-    """
+    "Write a board as Markdown or LaTeX, with the version, commit and seed that made it."
     made = run_config(folder)
     stamp = (f'alpaca_farm {made["versions"]["alpaca_farm"]}, commit {made["commit"]}, '
              f'seed {made["settings"]["seed"]}')
@@ -173,13 +153,7 @@ def rank_agreement(
     n: int = 1000,  # bootstrap draws
     seed: int = 0,
 ) -> dict:  # `spearman_a_b` with `_low` and `_high`; empty for fewer than three models
-    """Correlate the ranks of the models' win rates between any two judges.
-
-    Parameters:
-      judged : of `judge_all`: `Judged` by judge
-      n : bootstrap draws
-    Returns: `spearman_a_b` with `_low` and `_high`; empty for fewer than three models
-    """
+    "Correlate the ranks of the models' win rates between any two judges."
     tables = {}
     for judge, own in judged.items(): tables[judge] = np.stack([*own.expected.values()], 1)
     complete = ~np.any([np.isnan(t).any(1) for t in tables.values()], axis=0)
@@ -196,13 +170,7 @@ def leaderboard_row(
     lengths,      # (N,) characters of the answers
     **columns,    # further ones
 ) -> dict:
-    """Make a row of AlpacaEval's board.
-
-    Parameters:
-      preferences : (N,) from 1 to 2, 0 for a tie, None or nan without a label
-      lengths : (N,) characters of the answers
-    Returns: further ones
-    """
+    "Make a row of AlpacaEval's board."
     p = np.array([read_preference(v, f'row {i}', 'preference') for i, v in enumerate(preferences)])
     given = p[~np.isnan(p)]
     row = dict.fromkeys(('win_rate', 'standard_error'), np.nan) | dict(
@@ -221,14 +189,7 @@ def alpaca_eval_rows(
     annotator: str,    # name of the judge
     reference: str,    # name of the references
 ):  # a DataFrame by model, best first
-    """Make a judge's board with AlpacaEval's columns.
-
-    Parameters:
-      judged : {model: (requests,) preferences} of one judge
-      methods : answers by model
-      annotator : name of the judge
-      reference : name of the references
-    """
+    "Make a judge's board with AlpacaEval's columns."
     import pandas as pd
     def characters(outputs):
         return np.array([np.mean(list(map(len, output_texts(r)))) for r in outputs])

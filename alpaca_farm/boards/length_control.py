@@ -33,13 +33,7 @@ def length_term(
     baseline,  # (..., N) characters of its answers
     model,     # (..., N) of the model's, nan where there is none
 ) -> np.ndarray:  # (..., N) from -1 to 1
-    """Measure how much briefer the model is than the baseline.
-
-    Parameters:
-      baseline : (..., N) characters of its answers
-      model : (..., N) of the model's, nan where there is none
-    Returns: (..., N) from -1 to 1
-    """
+    "Measure how much briefer the model is than the baseline."
     d = np.asarray(baseline, dtype=float) - np.asarray(model, dtype=float)
     s = np.nanstd(d, axis=-1, keepdims=True)
     return np.tanh(d/np.where(s > 0, s, np.inf))
@@ -86,13 +80,7 @@ def controlled_win_rate(
     length_terms,  # (N,) of `length_term`
     hard=None,     # (N,) difficulty of the requests; None leaves it out
 ) -> dict:
-    """Estimate the win rate of one model at equal length, in percent (Dubois et al., 2024).
-
-    Parameters:
-      preference : (N,), nan without a label
-      length_terms : (N,) of `length_term`
-      hard : (N,) difficulty of the requests; None leaves it out
-    """
+    "Estimate the win rate of one model at equal length, in percent (Dubois et al., 2024)."
     p = np.asarray(preference, dtype=float)
     given = ~np.isnan(p)
     y = check_preferences(p[given]) - 1
@@ -125,14 +113,7 @@ def length_controlled(
     baseline,     # (N,) or (M, N) of the baseline's
     names,        # (M,) of the models
 ):  # a DataFrame by model; its column `difficulty` is `board`, or `no` with too few models
-    """Estimate `controlled_win_rate` of models, each of which has some label.
-
-    Parameters:
-      preferences : (M, N) of models by requests, nan without a label
-      lengths : (M, N) characters of the models' answers
-      baseline : (N,) or (M, N) of the baseline's
-      names : (M,) of the models
-    """
+    "Estimate `controlled_win_rate` of models, each of which has some label."
     import pandas as pd
     p = np.asarray(preferences, dtype=float)
     terms = np.broadcast_to(length_term(baseline, lengths), p.shape)

@@ -27,21 +27,14 @@ class Beliefs(NamedTuple):
     covariances: np.ndarray  # (K, M, M)
 
     def mean(self) -> np.ndarray:  # (M,)
-        """Average the strengths.
-
-        Returns: (M,)
-        """
+        "Average the strengths."
         return self.weights @ self.means
 
 
 def believe_judge(
     strengths: np.ndarray,  # (M,) log-odds of the judge's win rates
 ) -> Beliefs:
-    """Believe a judge before any vote, who may say nothing about one method, or about any.
-
-    Parameters:
-      strengths : (M,) log-odds of the judge's win rates
-    """
+    "Believe a judge before any vote, who may say nothing about one method, or about any."
     methods = len(strengths)
     cases = [(1., strengths, np.zeros(methods)),   # weight, means, further variances
              (_SILENT_ON_ALL, np.full(methods, strengths.mean()), np.zeros(methods))]
@@ -67,15 +60,7 @@ def weigh_duels(
     judge: np.ndarray,   # (M,) the judge's win rates over SFT; one half for each: no judge
     requests: int,       # that the judge has compared
 ) -> Beliefs:
-    """Estimate people's win rates from a judge's and from duels (Bradley and Terry, 1952).
-
-    Parameters:
-      rates : (1 + M, 1 + M) of row over column; SFT first; any number without votes
-      counts : (1 + M, 1 + M) of duels
-      equal : (1 + M, 1 + M) share of equal answers
-      judge : (M,) the judge's win rates over SFT; one half for each: no judge
-      requests : that the judge has compared
-    """
+    "Estimate people's win rates from a judge's and from duels (Bradley and Terry, 1952)."
     from scipy.special import expit, logit, softmax
     prior = believe_judge(logit((judge*requests + .5)/(requests + 1)))   # also for 0 or 1
     prior_precision = np.linalg.inv(prior.covariances)
@@ -116,10 +101,7 @@ def draw_win_rates(
     draws: int = 2000,
     seed: int = 0,
 ) -> np.ndarray:  # (draws, 1 + M) in [0, 1], SFT's first
-    """Draw sets of win rates over SFT that may be true.
-
-    Returns: (draws, 1 + M) in [0, 1], SFT's first
-    """
+    "Draw sets of win rates over SFT that may be true."
     from scipy.special import expit
     rng = np.random.default_rng(seed)
     component = rng.choice(len(beliefs.weights), draws, p=beliefs.weights)
@@ -133,12 +115,7 @@ def draw_win_rates(
 def chances(
     win_rates: np.ndarray,  # (draws, methods)
 ) -> np.ndarray:  # (2, methods): chance to be best, and expected loss
-    """Compute how likely each method is the best, and what is lost by keeping it.
-
-    Parameters:
-      win_rates : (draws, methods)
-    Returns: (2, methods): chance to be best, and expected loss
-    """
+    "Compute how likely each method is the best, and what is lost by keeping it."
     best = win_rates.max(1, keepdims=True)
     chance = (win_rates == best).mean(0)
     loss = (best - win_rates).mean(0)
@@ -151,15 +128,7 @@ def judge_in_duels(
     equal: np.ndarray,   # (methods, methods) share of equal answers
     judge: np.ndarray,   # (methods,) the judge's win rates over SFT
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # (methods,) each
-    """Compare the shares of duels that a judge foretells and that people give: both, and p.
-
-    Parameters:
-      rates : (methods, methods) of people, row over column; any number without votes
-      counts : (methods, methods) of duels
-      equal : (methods, methods) share of equal answers
-      judge : (methods,) the judge's win rates over SFT
-    Returns: (methods,) each
-    """
+    "Compare the shares of duels that a judge foretells and that people give: both, and p."
     from scipy.special import expit, logit
     from scipy.stats import binomtest
     strengths = logit(np.clip(judge, .01, .99))

@@ -22,13 +22,7 @@ def paired_tables(
     judged: list[dict],  # of each replicate {judge: {run: (requests,) preferences}}
     crowd_runs: dict,    # names of runs: on the pool's labels -> on the crowd's labels
 ) -> dict:  # `names`, and by column an array (replicates, requests, methods)
-    """Tabulate the three columns, for the methods that every replicate has trained on both sources.
-
-    Parameters:
-      judged : of each replicate {judge: {run: (requests,) preferences}}
-      crowd_runs : names of runs: on the pool's labels -> on the crowd's labels
-    Returns: `names`, and by column an array (replicates, requests, methods)
-    """
+    "Tabulate the three columns, for the methods that every replicate has trained on both sources."
     made = set.intersection(*(set(by['crowd']) for by in judged))
     both = {name: name for name in (*_UNRANKED, 'sft')} | crowd_runs
     names = [name for name, run in both.items() if {name, run} <= made]
@@ -153,14 +147,7 @@ def write_simulation(
     tables: dict,   # of `paired_tables`
     seed: int,      # of the intervals
 ) -> dict:  # figures for the summary
-    """Write simulation.csv and differences.csv.
-
-    Parameters:
-      run : the farm's
-      tables : of `paired_tables`
-      seed : of the intervals
-    Returns: figures for the summary
-    """
+    "Write simulation.csv and differences.csv."
     import pandas as pd
     write_csv(run, 'simulation.csv', _simulation_table(tables, seed))
     ranked = [k for k, name in enumerate(tables['names']) if name not in _UNRANKED]

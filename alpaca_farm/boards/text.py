@@ -116,13 +116,7 @@ def word_scorer(
     kind=lambda record: '',  # record -> a name; words count by themselves and by this
     C: float = .03,          # inverse strength of the penalty
 ):  # records -> scores (N,)
-    """Learn scores of answers from labelled pairs by a logistic regression on words and lengths.
-
-    Parameters:
-      pairs : preference records; ties teach nothing
-      kind : record -> a name; words count by themselves and by this
-      C : inverse strength of the penalty
-    """
+    "Learn scores of answers from labelled pairs by a logistic regression on words and lengths."
     def features(record):
         found = _words_of(record['output'])
         name = kind(record)
@@ -149,14 +143,7 @@ def taste_scorer(
     patterns: int = 3,   # in which openings differ
     C: float = .03,      # inverse strength of the penalty
 ):  # records -> scores (N,)
-    """Learn scores of answers by their words, where openings share a few patterns of taste.
-
-    Parameters:
-      pairs : preference records; ties teach nothing
-      opening : record -> the name of what its request begins with
-      patterns : in which openings differ
-      C : inverse strength of the penalty
-    """
+    "Learn scores of answers by their words, where openings share a few patterns of taste."
     pairs = [p for p in pairs if p['preference'] != 1.5]
     counter, lead = _pair_words(pairs, lambda record: _words_of(record['output']))
     times = Counter(map(opening, pairs))

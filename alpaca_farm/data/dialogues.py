@@ -143,11 +143,7 @@ def without_thoughts(
     text: str,
     opened: bool = False,  # whether the prompt has begun the thought
 ) -> str:
-    """Return an answer without the thoughts before it; empty if they have no end.
-
-    Parameters:
-      opened : whether the prompt has begun the thought
-    """
+    "Return an answer without the thoughts before it; empty if they have no end."
     head, closed, rest = text.partition('</think>')
     begun = opened or head.lstrip().startswith('<think>')
     if closed and (begun or '<think>' not in head): return without_lead(rest)

@@ -188,14 +188,7 @@ def make_preference(
     worse: dict,    # the worse answer, with the same fields
     tie: bool = False,   # whether neither is better
 ) -> dict:
-    """Make two answers to a prompt a preference, in an order drawn by a hash of the texts.
-
-    Parameters:
-      prompt : `instruction` or `messages`, and any other fields of the record
-      better : the better answer: `output`; `generator` and `ended` if known
-      worse : the worse answer, with the same fields
-      tie : whether neither is better
-    """
+    "Make two answers to a prompt a preference, in an order drawn by a hash of the texts."
     texts = sorted([str(better['output']), str(worse['output'])])
     asked = str(prompt.get('messages') or prompt.get('instruction'))
     swapped = hash_uniform('chosen', *texts, asked) < .5
@@ -543,12 +536,7 @@ def read_coded_label(
     row: dict,
     columns,   # columns of labels, in CODES; the first that holds a label counts
 ) -> dict:     # preference, None if there is no label, and its strength if the code has one
-    """Read the label in a row's columns of labels; ValueError for a value outside the code.
-
-    Parameters:
-      columns : columns of labels, in CODES; the first that holds a label counts
-    Returns: preference, None if there is no label, and its strength if the code has one
-    """
+    "Read the label in a row's columns of labels; ValueError for a value outside the code."
     for column in columns:
         code = CODES[column]
         number = finite_number(row[column])
@@ -720,14 +708,7 @@ def as_records(
     kinds=('instruction',),   # kinds of records (FIELDS); a row becomes the first that it can
     columns: str = '',   # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
-    """Read rows by the readers of their formats; ValueError names file, row and field.
-
-    Parameters:
-      rows : rows of a file, as they stand there
-      where : the file, for messages
-      kinds : kinds of records (FIELDS); a row becomes the first that it can
-      columns : names of columns, as in instruction=question,output=answer
-    """
+    "Read rows by the readers of their formats; ValueError names file, row and field."
     names = parse_columns(columns)
     coded = {*_TELLING, *names.values()}
     records = []

@@ -42,12 +42,7 @@ def read_preference(
     where: str,   # file and row, for messages
     name: str,    # the field
 ) -> float:
-    """Read a preference, in any convention, as a number; nan for no label, ValueError for others.
-
-    Parameters:
-      where : file and row, for messages
-      name : the field
-    """
+    "Read a preference, in any convention, as a number; nan for no label, ValueError for others."
     if value in (None, ''): return math.nan
     said = _read_word(value) if isinstance(value, str) else None
     if said: return said
@@ -107,10 +102,7 @@ def answer_of(pair: dict, k: int) -> dict:
 
 
 def shown_swapped(pairs: list[dict], seed: int = 0) -> np.ndarray:  # (pairs,) bool
-    """Draw which pairs are shown with their second answer first.
-
-    Returns: (pairs,) bool
-    """
+    "Draw which pairs are shown with their second answer first."
     coins = [hash_uniform(seed, 'order', *pair_identity(p)) < .5 for p in pairs]
     turned = [p['output_1'] > p['output_2'] for p in pairs]
     return np.array(coins, dtype=bool) ^ np.array(turned, dtype=bool)
@@ -152,14 +144,7 @@ def check_answered(
     whose: str,     # what the rows of the first index are, for the message
     missing: str,   # what the rows of the second index are
 ):
-    """Refuse with a ValueError rows of the first index that the second lacks.
-
-    Parameters:
-      rows : an index, as `index_prompts` returns it
-      others : another index
-      whose : what the rows of the first index are, for the message
-      missing : what the rows of the second index are
-    """
+    "Refuse with a ValueError rows of the first index that the second lacks."
     lost = [prompt for prompt in rows if prompt not in others]
     if not lost: return
     places = ', '.join(str(rows[prompt]) for prompt in lost[:5])
@@ -216,14 +201,7 @@ def head2head_pairs(
     keys=('instruction', 'input'),   # the fields by which they are matched
     ordered: bool = False,   # whether they are compared row by row instead
 ) -> list[dict]:
-    """Pair two files of answers; ValueError if many prompts differ, or a prompt occurs twice.
-
-    Parameters:
-      outputs_1 : answers of a baseline
-      outputs_2 : answers of a model
-      keys : the fields by which they are matched
-      ordered : whether they are compared row by row instead
-    """
+    "Pair two files of answers; ValueError if many prompts differ, or a prompt occurs twice."
     def key(record): return tuple(str(with_instruction(record).get(k) or '') for k in keys)
     if not ordered:
         both = common_prompts(dict(baseline=outputs_1, model=outputs_2), key)

@@ -305,11 +305,7 @@ def check_record(
     row: dict,
     kind: str,     # kind of record whose fields it must have, one of FIELDS
 ) -> dict:
-    """Check a record, and complete it; ValueError names the field.
-
-    Parameters:
-      kind : kind of record whose fields it must have, one of FIELDS
-    """
+    "Check a record, and complete it; ValueError names the field."
     if row.get('input') is None: row['input'] = ''
     if prompt_messages(row) is None: _check_field(row, 'instruction', str)
     else: check_messages(row)
@@ -322,12 +318,7 @@ def check_records(
     kind: str,     # kind of record whose fields each must have, one of FIELDS
     where: str,    # their file, for messages
 ) -> list[dict]:
-    """Check records, and complete them; ValueError names file, row and field.
-
-    Parameters:
-      kind : kind of record whose fields each must have, one of FIELDS
-      where : their file, for messages
-    """
+    "Check records, and complete them; ValueError names file, row and field."
     records = []
     lost = Counter()
     for i, row in enumerate(rows):
@@ -371,14 +362,7 @@ def read_records(
     kind: str | tuple = 'instruction',   # kind of record (FIELDS), or several allowed kinds
     columns: str = '',  # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
-    """Make rows checked records, each once, and print what was used; ValueError names row and field.
-
-    Parameters:
-      rows : as they stand in a file
-      where : the file, for messages
-      kind : kind of record (FIELDS), or several allowed kinds
-      columns : names of columns, as in instruction=question,output=answer
-    """
+    "Make rows checked records, each once, and print what was used; ValueError names row and field."
     kinds = (kind,) if isinstance(kind, str) else kind
     records = as_records(rows, where, kinds, columns)
     said = describe_columns(rows, records, parse_columns(columns))
@@ -397,15 +381,7 @@ def load_records(
     n: int = 0,   # only the first n; all if 0
     columns: str = '',   # names of columns, as in `read_records`
 ) -> list[dict]:
-    """Read the records of a file or dataset, checked, each once; ValueError names row and field.
-
-    Parameters:
-      spec : a dataset folder, a run folder, a file, or a dataset's name on the hub
-      name : a split or a file of a run folder; of several, the first that exists
-      kind : kind of record (FIELDS), or several allowed kinds
-      n : only the first n; all if 0
-      columns : names of columns, as in `read_records`
-    """
+    "Read the records of a file or dataset, checked, each once; ValueError names row and field."
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
     return read_records(rows[:n or None], where, kind, columns)
 
@@ -472,12 +448,7 @@ def candidate_pair(
     first: int,    # number of the answer that becomes output_1
     second: int,   # number of the answer that becomes output_2
 ) -> dict:
-    """Make two answers of some candidates a pair.
-
-    Parameters:
-      first : number of the answer that becomes output_1
-      second : number of the answer that becomes output_2
-    """
+    "Make two answers of some candidates a pair."
     pair = dict(without_lists(candidates), input=candidates.get('input') or '')
     for k, i in ((1, first), (2, second)):
         pair[f'output_{k}'] = candidates['output'][i]
@@ -503,13 +474,7 @@ def merge_candidates(
     sources=(),               # only candidates from these sources; all if empty
     columns: str = '',        # names of columns, as in `load_records`
 ) -> list[dict]:
-    """Read requests with all their candidates; ValueError for a source that no candidate has.
-
-    Parameters:
-      specs : run folders or files
-      sources : only candidates from these sources; all if empty
-      columns : names of columns, as in `load_records`
-    """
+    "Read requests with all their candidates; ValueError for a source that no candidate has."
     merged = {}
     present = set()
     for spec in as_list(specs):

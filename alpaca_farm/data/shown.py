@@ -66,13 +66,7 @@ def describe_columns(
     records: list[dict],   # as they were read, one for each row
     names: dict = {},      # our names by the file's, for columns that the user has named
 ) -> str:
-    """Say which columns were used, which not, and what labels mean; empty if all are ours.
-
-    Parameters:
-      rows : as they stand in a file
-      records : as they were read, one for each row
-      names : our names by the file's, for columns that the user has named
-    """
+    "Say which columns were used, which not, and what labels mean; empty if all are ours."
     columns = {}   # in the order of the file
     for row in rows: columns |= dict.fromkeys(row)
     columns = {name: None for name in columns if name not in _NOTED}
@@ -92,12 +86,7 @@ def describe_columns(
 def learned_texts(
     record: dict,   # with one answer, two, several or none
 ) -> list[tuple]:   # name, text, and whether it has ended
-    """List the answers of a record that a model learns from; in a pair, the better one first.
-
-    Parameters:
-      record : with one answer, two, several or none
-    Returns: name, text, and whether it has ended
-    """
+    "List the answers of a record that a model learns from; in a pair, the better one first."
     if 'output_1' in record:
         p = record.get('preference') or 1.5
         names = 'answer 1', 'answer 2'
@@ -126,13 +115,7 @@ def example_text(
     tokenizer,
     most: int = 300,     # the most characters of a part that are shown
 ) -> str:
-    """Write a record as a model reads it, a line for each part.
-
-    Parameters:
-      count : number of records, of which this is the first
-      parts : its parts: name, token ids, and whether the part has ended
-      most : the most characters of a part that are shown
-    """
+    "Write a record as a model reads it, a line for each part."
     lines = [f'the first of {count:,} records, as the model reads it:']
     for name, ids, ended in parts:
         text = _cut_middle(tokenizer.decode(ids), most)
@@ -145,12 +128,7 @@ def request_text(
     name: str,       # name of the judge or model that is asked
     request: dict,   # with messages or a prompt, or a pair; the rest are fields
 ) -> str:
-    """Write a request: its fields in one line, and a line for each turn or text.
-
-    Parameters:
-      name : name of the judge or model that is asked
-      request : with messages or a prompt, or a pair; the rest are fields
-    """
+    "Write a request: its fields in one line, and a line for each turn or text."
     texts = [k for k in ('prompt', *PAIR_FIELDS) if request.get(k)]
     turns = request.get('messages', []) + [dict(role=k, content=request[k]) for k in texts]
     fields = [f'{k} = {v}' for k, v in request.items() if k not in ('messages', 'input', *texts)]

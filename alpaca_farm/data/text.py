@@ -66,11 +66,7 @@ def build_prompt(
     tokenizer,
     template: str = 'auto',   # chat; alpaca; raw; auto: chat where the tokenizer has a template
 ) -> str:
-    """Write the text that a model continues; ValueError if the chat template refuses the turns.
-
-    Parameters:
-      template : chat; alpaca; raw; auto: chat where the tokenizer has a template
-    """
+    "Write the text that a model continues; ValueError if the chat template refuses the turns."
     if uses_chat(tokenizer, template): return _chat_prompt(as_messages(record), tokenizer)
     if _continues_text(record, tokenizer, template): text = dialogue_text(record['messages'])
     elif template == 'raw': text = full_instruction(record)
@@ -311,11 +307,7 @@ def encode_prompts(
     tokenizer,
     template: str = 'auto',   # as of `build_prompt`
 ) -> list[list[int]]:
-    """Encode the prompt of each record; special tokens in its texts are spelt out.
-
-    Parameters:
-      template : as of `build_prompt`
-    """
+    "Encode the prompt of each record; special tokens in its texts are spelt out."
     start = [] if uses_chat(tokenizer, template) else start_tokens(tokenizer)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special -= {tokenizer.unk_token_id}   # which stands for text
@@ -356,14 +348,7 @@ def encode_responses(
     records: list[dict] | None = None,  # the records that the responses answer
     closed: bool = False,   # add what the template writes behind an end, as for reward models
 ) -> list[list[int]]:
-    """Encode responses as they follow their prompts, with an end token if they `ended`.
-
-    Parameters:
-      ended : whether the responses ended: for all, or for each
-      template : as of `build_prompt`
-      records : the records that the responses answer
-      closed : add what the template writes behind an end, as for reward models
-    """
+    "Encode responses as they follow their prompts, with an end token if they `ended`."
     if not texts: return []
     if isinstance(ended, bool): ended = [ended] * len(texts)
     frame = _frame(tokenizer, template)
@@ -390,12 +375,7 @@ def decode(
     template: str = 'auto',   # format of the prompt, as in `build_prompt`
     record: dict = {},        # the record that the response answers
 ) -> str:
-    """Read a response's tokens, without the thoughts before it; empty if they have no end.
-
-    Parameters:
-      template : format of the prompt, as in `build_prompt`
-      record : the record that the response answers
-    """
+    "Read a response's tokens, without the thoughts before it; empty if they have no end."
     frame = _frame(tokenizer, template)
     end = end_token(tokenizer)   # which some tokenizers do not count as special
     tokens = [t for t in tokens if t != end]
@@ -408,14 +388,7 @@ def pad(
     value: int = 0,    # what fills the gaps
     side: str = 'right',   # where the gaps are
 ) -> torch.Tensor:     # (rows, longest)
-    """Make ragged rows one tensor.
-
-    Parameters:
-      rows : lists of token ids, of different lengths
-      value : what fills the gaps
-      side : where the gaps are
-    Returns: (rows, longest)
-    """
+    "Make ragged rows one tensor."
     width = max(map(len, rows))
     padded = []
     for row in rows:
@@ -430,13 +403,7 @@ def collate(
     pad_id: int,
     side: str = 'right',   # side of the padding
 ) -> dict[str, torch.Tensor]:
-    """Make prompts and responses a batch: `ids`, `mask` and `response`, each (batch, time).
-
-    Parameters:
-      prompts : token ids of each prompt
-      responses : token ids of each response
-      side : side of the padding
-    """
+    "Make prompts and responses a batch: `ids`, `mask` and `response`, each (batch, time)."
     ids = []
     mask = []
     response = []
@@ -453,12 +420,7 @@ def rollout_batch(
     responses: list,   # token ids of each sampled response, to be padded on the right
     pad_id: int,
 ) -> dict[str, torch.Tensor]:
-    """Make sampled responses, which all begin in the same column, a batch as of `collate`.
-
-    Parameters:
-      prompts : token ids of each prompt, to be padded on the left
-      responses : token ids of each sampled response, to be padded on the right
-    """
+    "Make sampled responses, which all begin in the same column, a batch as of `collate`."
     empty = [[] for _ in prompts]
     left = collate(prompts, empty, pad_id, 'left')
     right = collate(empty, responses, pad_id)
@@ -471,14 +433,7 @@ def answer_batches(
     size: int,         # the most answers in a batch
     tokens: float = math.inf,   # the most tokens, with padding; one answer may have more
 ):
-    """Yield batches of distinct answers: row numbers of each, prompts, responses.
-
-    Parameters:
-      prompts : token ids of each prompt
-      responses : token ids of each response
-      size : the most answers in a batch
-      tokens : the most tokens, with padding; one answer may have more
-    """
+    "Yield batches of distinct answers: row numbers of each, prompts, responses."
     rows = {}
     longest = {}
     for i, (p, r) in enumerate(zip(map(tuple, prompts), map(tuple, responses))):
@@ -503,13 +458,7 @@ def check_limit(
     what: str,            # what the examples are called
     setting: str,         # the setting that limits them
 ) -> str:
-    """Say how many examples are too long; ValueError with a better limit if over a fifth are.
-
-    Parameters:
-      lengths : in tokens
-      what : what the examples are called
-      setting : the setting that limits them
-    """
+    "Say how many examples are too long; ValueError with a better limit if over a fifth are."
     longer = sum(n > limit for n in lengths)
     text = f'{longer} of {len(lengths)} {what} are longer than {setting} = {limit} tokens'
     if 5 * longer <= len(lengths): return text
@@ -523,13 +472,7 @@ def within_limit(
     what: str = 'examples',         # what the examples are called
     setting: str = 'max_length',    # the setting that limits them
 ) -> list[int]:
-    """List the rows of the examples within the limit; print how many are longer.
-
-    Parameters:
-      lengths : in tokens
-      what : what the examples are called
-      setting : the setting that limits them
-    """
+    "List the rows of the examples within the limit; print how many are longer."
     text = check_limit(lengths, limit, what, setting)
     rows = [i for i, n in enumerate(lengths) if n <= limit]
     if len(rows) < len(lengths): print(f'{text} (the longest has {max(lengths)}) and are left out')
@@ -550,12 +493,7 @@ def check_positions(
     length: int,   # in tokens
     what: str,     # how the sequence is named in the message
 ):
-    """Refuse with a ValueError a sequence that is longer than the model can read.
-
-    Parameters:
-      length : in tokens
-      what : how the sequence is named in the message
-    """
+    "Refuse with a ValueError a sequence that is longer than the model can read."
     limit = position_limit(policy)
     if length <= limit: return
     name = policy.config._name_or_path or 'the model'
@@ -571,15 +509,7 @@ def encode(
     template: str = 'auto',   # as of `build_prompt`
     closed: bool = False,     # as of `encode_responses`
 ) -> tuple[list[int], list, list]:   # rows that fit; their prompts; for each field, the responses
-    """Encode the records that fit, with an end behind the responses that were not cut off.
-
-    Parameters:
-      fields : fields with responses: `output`, or in pairs `output_1`, `output_2`
-      max_length : the most tokens of a prompt with its longest response
-      template : as of `build_prompt`
-      closed : as of `encode_responses`
-    Returns: rows that fit; their prompts; for each field, the responses
-    """
+    "Encode the records that fit, with an end behind the responses that were not cut off."
     prompts = encode_prompts(records, tokenizer, template)
     responses = []
     written = 0

@@ -24,25 +24,14 @@ def needed_votes(
     variance: float,     # variance of its estimate, times the number of all votes
     right: float = .9,   # chance of the right order
 ) -> float:
-    """Compute how many votes put two methods into the right order.
-
-    Parameters:
-      difference : difference of the two methods, in [0, 1]
-      variance : variance of its estimate, times the number of all votes
-      right : chance of the right order
-    """
+    "Compute how many votes put two methods into the right order."
     return variance*(NormalDist().inv_cdf(right)/difference)**2
 
 # %% ../../nbs/judging/duels.ipynb #e522f1ad
 def number_answers(
     answers: list[list[dict]],  # answers of each method, to the same requests in the same order
 ) -> np.ndarray:  # (methods, requests): the first method with the same text
-    """Number the texts of answers, by request.
-
-    Parameters:
-      answers : answers of each method, to the same requests in the same order
-    Returns: (methods, requests): the first method with the same text
-    """
+    "Number the texts of answers, by request."
     texts = []
     for rows in answers: texts.append([output_texts(r)[0] for r in rows])
     texts = np.array(texts, dtype=object)
@@ -53,12 +42,7 @@ def number_answers(
 def equal_share(
     answers: np.ndarray,  # numbers of answers, from `number_answers`
 ) -> np.ndarray:  # (methods, methods)
-    """Compute how often two methods' answers are equal.
-
-    Parameters:
-      answers : numbers of answers, from `number_answers`
-    Returns: (methods, methods)
-    """
+    "Compute how often two methods' answers are equal."
     return (answers[:, None] == answers[None]).mean(-1)
 
 # %% ../../nbs/judging/duels.ipynb #be9f749a
@@ -76,15 +60,7 @@ def draw_round(
     requests: list[int],           # in the order in which they are taken
     votes: int,                    # the most votes
 ) -> tuple[list, list]:  # duels to ask about; all duels, with the number of their vote
-    """Draw duels (method, method, request) on different answers, request by request.
-
-    Parameters:
-      pairs : pairs of methods
-      answers : numbers of answers: by method, by request
-      requests : in the order in which they are taken
-      votes : the most votes
-    Returns: duels to ask about; all duels, with the number of their vote
-    """
+    "Draw duels (method, method, request) on different answers, request by request."
     asked = []
     drawn = []
     place = {}   # number of the vote on two texts
@@ -123,12 +99,7 @@ def pair_rates(
     found: Duels,
     answers: np.ndarray,  # numbers of answers, from `number_answers`
 ) -> tuple[np.ndarray, np.ndarray]:  # rates (methods, methods), nan without votes; numbers of duels
-    """Compute how often each method wins against each other one; equal answers count half.
-
-    Parameters:
-      answers : numbers of answers, from `number_answers`
-    Returns: rates (methods, methods), nan without votes; numbers of duels
-    """
+    "Compute how often each method wins against each other one; equal answers count half."
     equal = equal_share(answers)
     won = np.zeros(equal.shape)
     counts = np.zeros(equal.shape, int)
@@ -147,13 +118,7 @@ def duel_interval(
     one: int,             # method whose rate is estimated
     other: int,           # method against which it wins
 ) -> Interval:
-    """Estimate how often one method wins against another, by the votes of the last round alone.
-
-    Parameters:
-      answers : numbers of answers, from `number_answers`
-      one : method whose rate is estimated
-      other : method against which it wins
-    """
+    "Estimate how often one method wins against another, by the votes of the last round alone."
     last = found.last_round()
     won = 0.
     n = 0
@@ -171,14 +136,7 @@ def mean_rates(
     counts: np.ndarray,  # (methods, methods) numbers of duels
     methods: list[int],  # methods that are still in
 ) -> np.ndarray:  # (methods still in,)
-    """Average each method's rates against the others; one half if it has no rates.
-
-    Parameters:
-      rates : (methods, methods), nan without votes
-      counts : (methods, methods) numbers of duels
-      methods : methods that are still in
-    Returns: (methods still in,)
-    """
+    "Average each method's rates against the others; one half if it has no rates."
     own = rates[np.ix_(methods, methods)].copy()
     np.fill_diagonal(own, np.nan)
     known = (~np.isnan(own)).sum(1)
@@ -211,16 +169,7 @@ def hold_duels(
     score=None,   # f(rates, counts, methods) -> scores by all votes; None: `mean_rates`
     seed: int = 0,        # seed of the order of methods and requests
 ) -> Duels:
-    """Hold duels round by round, as the design says, until votes are spent or missing.
-
-    Parameters:
-      answers : numbers of answers, from `number_answers`
-      budget : number of all votes
-      ask : f(duels (n, 4)) -> votes (n,) for the first method in [0, 1], or nan
-      design : which question the votes answer
-      score : f(rates, counts, methods) -> scores by all votes; None: `mean_rates`
-      seed : seed of the order of methods and requests
-    """
+    "Hold duels round by round, as the design says, until votes are spent or missing."
     rng = np.random.default_rng(seed)
     methods = [*range(len(answers))]
     requests = rng.permutation(answers.shape[1]).tolist()
@@ -258,12 +207,7 @@ def explain_duels(
     names: list[str],     # names of the methods
     design: Design = 'best',
 ) -> list[str]:
-    """Say what the votes answer, or how many of them are missing.
-
-    Parameters:
-      answers : numbers of answers, from `number_answers`
-      names : names of the methods
-    """
+    "Say what the votes answer, or how many of them are missing."
     missing = int(np.isnan(found.votes).sum())
     if missing: return [f'round {found.drawn[-1, 3] + 1}: {missing} duels wait for a vote']
 
@@ -285,12 +229,7 @@ def pair_table(
     answers: np.ndarray,  # numbers of answers, from `number_answers`
     names: list[str],     # names of the methods
 ):  # DataFrame: first, second, duels, win_rate of the second in %
-    """Tabulate the methods that met, by the votes of all rounds.
-
-    Parameters:
-      answers : numbers of answers, from `number_answers`
-      names : names of the methods
-    """
+    "Tabulate the methods that met, by the votes of all rounds."
     import pandas as pd
     rates, counts = pair_rates(found, answers)
     rows = []
@@ -308,12 +247,7 @@ def duel_records(
     duels: np.ndarray,  # (n, 4), from `hold_duels`
     answers: dict[str, list[dict]],  # answers by method, to the same requests in the same order
 ) -> list[dict]:
-    """Make the pairs of duels: the first method's answer is output_1.
-
-    Parameters:
-      duels : (n, 4), from `hold_duels`
-      answers : answers by method, to the same requests in the same order
-    """
+    "Make the pairs of duels: the first method's answer is output_1."
     names = [*answers]
     records = []
     for one, other, request, number in duels:
@@ -334,13 +268,7 @@ def check_drawn(
     drawn: list[dict],   # the drawn pairs, from `duel_records`
     where: str,          # setting and file, for the message
 ):
-    """Refuse votes on duels that were not drawn with a ValueError.
-
-    Parameters:
-      labels : preference records; duels have `drawn` = duel
-      drawn : the drawn pairs, from `duel_records`
-      where : setting and file, for the message
-    """
+    "Refuse votes on duels that were not drawn with a ValueError."
     known = {tuple(pair_identity(pair)) for pair in drawn}
     for label in labels:
         if label.get('drawn') != 'duel' or tuple(pair_identity(label)) in known: continue

@@ -96,13 +96,7 @@ def load_evaluators(
     models: dict = {},   # the model to ask instead, by its name in the configuration
     decoding: dict = {}, # fields of all requests, instead of those in the configuration
 ) -> list[Evaluator]:
-    """Read the judges of a configuration; ValueError for a judge that cannot be asked.
-
-    Parameters:
-      spec : a name that alpaca-eval ships, or a folder with a configs.yaml
-      models : the model to ask instead, by its name in the configuration
-      decoding : fields of all requests, instead of those in the configuration
-    """
+    "Read the judges of a configuration; ValueError for a judge that cannot be asked."
     file = judge_config_file(spec)
     if file is None:
         raise ValueError(f'{spec}: no configuration has this name, and no folder with a '
@@ -143,12 +137,7 @@ def fill_prompt(
     template: str,
     pairs: list[dict],   # as many as the template has slots of each name
 ) -> list[dict]:         # messages
-    """Write a template's messages, with the fields of the pairs in its slots.
-
-    Parameters:
-      pairs : as many as the template has slots of each name
-    Returns: messages
-    """
+    "Write a template's messages, with the fields of the pairs in its slots."
     rows = [dict(p, instruction=full_instruction(p), input='') for p in pairs]
     texts = {}   # texts that are still to be filled in, by the name of the slot
     for name in PAIR_FIELDS: texts[name] = iter([str(row.get(name)) for row in rows])
@@ -183,13 +172,7 @@ def parse_verdicts(
     answer: dict | None,  # as the endpoint sent it
     pairs=(),             # the pairs shown, from which an answer may quote
 ) -> list[float]:  # (batch_size,) from 1 to 2; nan for no verdict
-    """Read an evaluator's preferences in its answer.
-
-    Parameters:
-      answer : as the endpoint sent it
-      pairs : the pairs shown, from which an answer may quote
-    Returns: (batch_size,) from 1 to 2; nan for no verdict
-    """
+    "Read an evaluator's preferences in its answer."
     shown = []
     for p in pairs: shown += p['output_1'], p['output_2']
     try:
@@ -529,22 +512,12 @@ def load_annotators(
     spec: str,  # what a setting names: see the table
     cfg,        # settings of the run; settings of an endpoint that it lacks have their defaults
 ):  # a judge, or a pool
-    """Load the judge or pool of a name; ValueError for any other name.
-
-    Parameters:
-      spec : what a setting names: see the table
-      cfg : settings of the run; settings of an endpoint that it lacks have their defaults
-    """
+    "Load the judge or pool of a name; ValueError for any other name."
     return _judge_kind(spec).make(spec, cfg)
 
 # %% ../../nbs/judging/judges.ipynb #b04fd6df
 class JudgedConfig(Config):
-    """Settings some of which name judges.
-
-    Settings:
-      out : run folder (default: )
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings some of which name judges."
 
     def check_path(self, name: str, value: str):
         if value and self.inputs[name].role == 'judge' and ':' not in value:
@@ -572,13 +545,7 @@ def check_known_names(
     models: list[str],        # replaced models, such as gpt-4=gpt-4.1
     weights: list[str] = (),  # weights of judges, such as gpt4_1=2
 ):
-    """ValueError for a model or judge that no configuration names, or for a negative weight.
-
-    Parameters:
-      specs : the judges that settings name
-      models : replaced models, such as gpt-4=gpt-4.1
-      weights : weights of judges, such as gpt4_1=2
-    """
+    "ValueError for a model or judge that no configuration names, or for a negative weight."
     entries = {}
     for spec in specs:
         file = None if ':' in spec else judge_config_file(spec)
@@ -607,15 +574,7 @@ def ask_annotators(
     seed: int = 0,              # seed of the order in which a pair is shown, and of samples
     both_orders: bool = False,  # ask in both orders and average; else ask in a random order
 ) -> list[list[Verdict]]:       # on the pairs as they are
-    """Ask each judge about its pairs; judges behind an endpoint are asked together.
-
-    Parameters:
-      annotators : the judges
-      pairs : the pairs that each judge sees
-      seed : seed of the order in which a pair is shown, and of samples
-      both_orders : ask in both orders and average; else ask in a random order
-    Returns: on the pairs as they are
-    """
+    "Ask each judge about its pairs; judges behind an endpoint are asked together."
     work = []     # (judge, its pairs as shown)
     orders = []   # which of these pairs are exchanged
     for who, own in zip(annotators, pairs):

@@ -62,11 +62,7 @@ def name_voter(
     row: dict,
     where: str = '',   # file and row; if given, a name must be a text or a number
 ) -> str:
-    """Name who voted in a row; empty if no column does.
-
-    Parameters:
-      where : file and row; if given, a name must be a text or a number
-    """
+    "Name who voted in a row; empty if no column does."
     for field in ANNOTATOR_FIELDS:
         if row.get(field) in (None, ''): continue
         return _one_name(_read_name(row, field, where) if where else row[field])
@@ -278,15 +274,7 @@ def recorded_verdicts(
     sets: dict,      # labelled pairs by the name of the set
     pool: str = '',  # one name for all judges of the file if no pair has two verdicts in one order
 ) -> dict:  # {(set, judge): Verdicts}
-    """Read the verdicts in a file on the pairs of sets; ValueError if there are none.
-
-    Parameters:
-      file : verdicts of one or several judges
-      pattern : names of the judges to take, as `GPT-4*`; all when empty
-      sets : labelled pairs by the name of the set
-      pool : one name for all judges of the file if no pair has two verdicts in one order
-    Returns: {(set, judge): Verdicts}
-    """
+    "Read the verdicts in a file on the pairs of sets; ValueError if there are none."
     rows = [r for r in _read_verdicts(file) if fnmatch(r['judge'], pattern or '*')]
     if not rows:
         called = f' of a judge called {pattern}' if pattern else ''

@@ -24,13 +24,7 @@ def flip_mask(
     p: float,           # probability of a flip
     seed: int = 0,      # seed of the coins
 ) -> np.ndarray:  # (pairs,) bool
-    """Draw the pairs whose labels are flipped, each independently of the others.
-
-    Parameters:
-      p : probability of a flip
-      seed : seed of the coins
-    Returns: (pairs,) bool
-    """
+    "Draw the pairs whose labels are flipped, each independently of the others."
     if not 0 <= p <= 1: raise ValueError(f'p = {p}: a flip rate is between 0 and 1')
     coins = [hash_uniform(seed, 'flip', *pair_identity(r)) for r in pairs]
     return np.array(coins) < p
@@ -41,14 +35,7 @@ def flip_labels(
     p: float,                 # probability of a flip; AlpacaFarm trains on 0.25
     seed: int = 0,            # of the coins
 ) -> tuple[list[dict], Interval]:  # the records, and the share of labels that were flipped
-    """Reverse some preferences, and measure the rate; ties stay as they are.
-
-    Parameters:
-      preferences : preference records, hard or soft; None if there is no label
-      p : probability of a flip; AlpacaFarm trains on 0.25
-      seed : of the coins
-    Returns: the records, and the share of labels that were flipped
-    """
+    "Reverse some preferences, and measure the rate; ties stay as they are."
     given = [1.5 if r['preference'] is None else r['preference'] for r in preferences]
     y = check_preferences(given)
     differ = np.array([r['output_1'] != r['output_2'] for r in preferences])
@@ -77,16 +64,7 @@ def sample_votes(
     seed: int = 0,      # seed of judges, orders and coins
     weights=None,       # (judges,) how often each is drawn, in proportion; None: equally
 ) -> np.ndarray:        # (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no label
-    """Draw votes of some judges on each pair, each shown in a random order.
-
-    Parameters:
-      chance : (judges, 2, pairs) probability of output_2, from `both_orders`
-      pairs : the same pairs
-      votes : votes per pair; AlpacaFarm's cross-annotations have four
-      seed : seed of judges, orders and coins
-      weights : (judges,) how often each is drawn, in proportion; None: equally
-    Returns: (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no label
-    """
+    "Draw votes of some judges on each pair, each shown in a random order."
     if weights is None: weights = np.ones(len(chance))
     sampled = np.full((votes, len(pairs)), 1.5)
     for i, pair in enumerate(pairs):
@@ -116,13 +94,7 @@ def length_sign(
     pairs: list[dict],      # records with output_1, output_2
     by: int = 30,           # differences of at most this many characters do not count
 ) -> np.ndarray:  # (pairs,) difference in characters, 0 when small
-    """Measure by how much output_2 is longer.
-
-    Parameters:
-      pairs : records with output_1, output_2
-      by : differences of at most this many characters do not count
-    Returns: (pairs,) difference in characters, 0 when small
-    """
+    "Measure by how much output_2 is longer."
     d = np.array([len(r['output_2']) - len(r['output_1']) for r in pairs])
     return np.where(np.abs(d) > by, d, 0)
 
@@ -142,13 +114,7 @@ def cast_votes(
     pairs: list[dict],
     seed: int = 0,            # seed of the coins
 ) -> np.ndarray:  # (votes, 2, pairs) of 1, 1.5, 2 or nan
-    """Decide preferences as votes.
-
-    Parameters:
-      preferences : (judges, 2, pairs) of a judge
-      seed : seed of the coins
-    Returns: (votes, 2, pairs) of 1, 1.5, 2 or nan
-    """
+    "Decide preferences as votes."
     p = np.asarray(preferences, dtype=float)
     given = p[~np.isnan(p)]
     if np.isin(given, (1, 1.5, 2)).all(): return p
@@ -284,12 +250,7 @@ def judge_measures(
     people,  # (people, pairs) from `people_votes`
     traits: PairTraits,
 ) -> dict:
-    """Compute every measure of a judge; nan for one that cannot be computed.
-
-    Parameters:
-      votes : (votes, 2, pairs) from `cast_votes`
-      people : (people, pairs) from `people_votes`
-    """
+    "Compute every measure of a judge; nan for one that cannot be computed."
     every = votes.reshape(-1, votes.shape[2])
     four = _four_votes(votes, traits.orders)
     counts = one_hot_votes(every).sum(0)
@@ -344,15 +305,7 @@ def bootstrap_measures(
     n: int = 400,        # bootstrap draws
     seed: int = 0,       # same seed, same draws
 ) -> dict:  # {name: Interval}
-    """Measure with 95 % intervals over requests, nan for fewer than ten.
-
-    Parameters:
-      measure : f(indices of pairs) -> {name: value}
-      pairs : pairs of one request are resampled together
-      n : bootstrap draws
-      seed : same seed, same draws
-    Returns: {name: Interval}
-    """
+    "Measure with 95 % intervals over requests, nan for fewer than ten."
     by_instruction = {}
     for i, p in enumerate(pairs):
         by_instruction.setdefault(full_instruction(p), []).append(i)

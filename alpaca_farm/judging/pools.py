@@ -44,11 +44,7 @@ def draw_annotator(
     pair: dict,
     seed: int = 0,
 ) -> int:
-    """Draw the index of the judge that sees a pair, by weight, from seed and pair alone.
-
-    Parameters:
-      pool : or a single judge
-    """
+    "Draw the index of the judge that sees a pair, by weight, from seed and pair alone."
     cut = pool_weights(pool).cumsum()
     u = hash_uniform(seed, 'annotator', *pair_identity(pair))
     return int(min(np.searchsorted(cut, u, side='right'), len(cut) - 1))
@@ -59,12 +55,7 @@ def annotator_order(
     weights,      # weights of the judges; a judge of weight 0 is not drawn
     seed: int = 0,
 ) -> np.ndarray:
-    """Draw the order of a pool's judges for a pair: weighted, without replacement.
-
-    Parameters:
-      pair : in either order
-      weights : weights of the judges; a judge of weight 0 is not drawn
-    """
+    "Draw the order of a pool's judges for a pair: weighted, without replacement."
     text = pair_identity(pair)
     keys = {a: hash_uniform(seed, 'who', a, *text)**(1/w) for a, w in enumerate(weights) if w}
     return np.array(sorted(keys, key=keys.get, reverse=True))
@@ -118,13 +109,7 @@ def report_missing(
     asked: int,     # all comparisons
     what: str = 'comparisons',
 ):
-    """Print how many comparisons by a judge, and which share, have no label, if any.
-
-    Parameters:
-      judge : name of the judge
-      missing : comparisons without a label
-      asked : all comparisons
-    """
+    "Print how many comparisons by a judge, and which share, have no label, if any."
     share = f'{100*missing/max(1, asked):.1f} %'
     if missing: print(f'{judge}: no label on {missing} of {asked} {what} ({share})')
 
@@ -135,13 +120,7 @@ def decide_vote(
     seed: int = 0,         # seed of the coin
     decide: bool = True,   # whether a soft preference is decided
 ) -> float | None:
-    """Make a preference a vote by a coin that belongs to the pair; ties stay, and nan is None.
-
-    Parameters:
-      preference : from 1 to 2, or nan
-      seed : seed of the coin
-      decide : whether a soft preference is decided
-    """
+    "Make a preference a vote by a coin that belongs to the pair; ties stay, and nan is None."
     if math.isnan(preference): return None
     if preference in (1, 1.5, 2) or not decide: return float(preference)
     u = hash_uniform(seed, 'vote', *pair_identity(pair))
@@ -153,12 +132,7 @@ def both_orders(
     judge,              # a judge or a pool
     pairs: list[dict],
 ) -> np.ndarray:        # (judges, 2, pairs) as the pair is; [:, 1]: shown exchanged
-    """Ask a judge, or all judges of a pool, about each pair in both orders; nan without a label.
-
-    Parameters:
-      judge : a judge or a pool
-    Returns: (judges, 2, pairs) as the pair is; [:, 1]: shown exchanged
-    """
+    "Ask a judge, or all judges of a pool, about each pair in both orders; nan without a label."
     members = pool_members(judge)
     preferences = np.full((len(members), 2, len(pairs)), 1.5)
     at = [i for i, pair in enumerate(pairs) if pair['output_1'] != pair['output_2']]
@@ -186,13 +160,7 @@ def answer_preferences(
     references: list[dict],   # each prompt once; there may be more prompts than in the outputs
     judge,   # a judge or a pool
 ) -> list[np.ndarray]:   # for each record (answers,); nan if a label is missing
-    """Return each answer's preference over the references to its request, in both orders.
-
-    Parameters:
-      references : each prompt once; there may be more prompts than in the outputs
-      judge : a judge or a pool
-    Returns: for each record (answers,); nan if a label is missing
-    """
+    "Return each answer's preference over the references to its request, in both orders."
     rows = index_prompts(references, 'references')
     asked = {prompt_key(r): i for i, r in enumerate(outputs)}
     check_answered(asked, rows, 'outputs', 'reference')
@@ -210,12 +178,7 @@ def preferences_over(
     references: list[dict],
     judge,   # a judge or a pool
 ) -> np.ndarray:   # (requests,); 2: the model always wins; nan: a label is missing
-    """Average each request's preferences over answers, references and both orders.
-
-    Parameters:
-      judge : a judge or a pool
-    Returns: (requests,); 2: the model always wins; nan: a label is missing
-    """
+    "Average each request's preferences over answers, references and both orders."
     ordered = match_prompts(outputs, references)
     if same_answers(outputs, references): return np.full(len(references), 1.5)
     return np.array([p.mean() for p in answer_preferences(ordered, references, judge)])

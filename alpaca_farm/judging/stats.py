@@ -32,11 +32,7 @@ def mean(values: list) -> float:
 def mean_figures(
     logged: list[dict],   # figures of several steps, with the same names
 ) -> dict[str, float]:
-    """Average each figure.
-
-    Parameters:
-      logged : figures of several steps, with the same names
-    """
+    "Average each figure."
     means = {}
     for name in logged[0]: means[name] = mean([r[name] for r in logged])
     return means
@@ -56,12 +52,7 @@ def sigmoid(z, limit: float = 500) -> np.ndarray:
 def win_rate(
     preferences,  # (N,) in [1, 2]
 ) -> dict:        # AlpacaEval's names
-    """Compute the win rate of the second outputs in percent, as AlpacaEval defines it.
-
-    Parameters:
-      preferences : (N,) in [1, 2]
-    Returns: AlpacaEval's names
-    """
+    "Compute the win rate of the second outputs in percent, as AlpacaEval defines it."
     p = check_preferences(preferences)
     return dict(win_rate=100*float(np.mean(p - 1)), standard_error=100*standard_error(p),
                 n_wins=int((p > 1.5).sum()), n_wins_base=int((p < 1.5).sum()),
@@ -89,15 +80,7 @@ def bootstrap_draws(
     seed=0,
     block: int = 2**22,  # numbers in memory at a time
 ) -> np.ndarray:         # (n, ...)
-    """Compute a statistic of `n` resamples of the rows.
-
-    Parameters:
-      values : (N, ...), whose rows are resampled
-      statistic : f(sample, axis)
-      n : resamples
-      block : numbers in memory at a time
-    Returns: (n, ...)
-    """
+    "Compute a statistic of `n` resamples of the rows."
     values = np.asarray(values, dtype=float)
     N = len(values)
     rng = np.random.default_rng(seed)
@@ -115,14 +98,7 @@ def bootstrap(
     n=1000,             # resamples
     seed=0,
 ) -> Interval:          # of floats, or of arrays if the statistic leaves further axes
-    """Estimate a statistic of the rows with its 95 % percentile interval.
-
-    Parameters:
-      values : (N, ...), whose rows are resampled
-      statistic : f(sample, axis)
-      n : resamples
-    Returns: of floats, or of arrays if the statistic leaves further axes
-    """
+    "Estimate a statistic of the rows with its 95 % percentile interval."
     draws = bootstrap_draws(values, statistic, n, seed)
     low, high = np.quantile(draws, [(1 - .95)/2, (1 + .95)/2], axis=0)
     value = statistic(np.asarray(values, dtype=float)[None], axis=1)[0]
@@ -135,14 +111,7 @@ def replicate_interval(
     n=1000,             # resamples of the requests
     seed=0,
 ) -> Interval:          # over the requests alone if there is a single replicate
-    """Average a statistic of R replicates, with its 95 % interval over replicates and requests.
-
-    Parameters:
-      values : (R, N, ...): replicates, requests
-      statistic : f(sample, axis)
-      n : resamples of the requests
-    Returns: over the requests alone if there is a single replicate
-    """
+    "Average a statistic of R replicates, with its 95 % interval over replicates and requests."
     from scipy.special import stdtrit
     rows = np.moveaxis(np.asarray(values, dtype=float), 0, 1)   # requests first
     R = rows.shape[1]
@@ -159,12 +128,7 @@ def replicate_interval(
 def holm(
     p,  # (M,) p-values
 ) -> np.ndarray:  # (M,), to be compared with the level of a single test
-    """Adjust p-values for the number of hypotheses that are tested (Holm, 1979).
-
-    Parameters:
-      p : (M,) p-values
-    Returns: (M,), to be compared with the level of a single test
-    """
+    "Adjust p-values for the number of hypotheses that are tested (Holm, 1979)."
     p = np.asarray(p, dtype=float)
     order = np.argsort(p)
     adjusted = np.empty(len(p))
@@ -195,12 +159,7 @@ class Comparison(NamedTuple):
 def compare_all(
     differences: dict,  # paired differences by name: (replicates,) or (replicates, requests)
 ) -> dict[object, Comparison]:  # by the same names
-    """Compare each mean difference with 0, alone and among all (Holm, 1979).
-
-    Parameters:
-      differences : paired differences by name: (replicates,) or (replicates, requests)
-    Returns: by the same names
-    """
+    "Compare each mean difference with 0, alone and among all (Holm, 1979)."
     from scipy.special import stdtr, stdtrit
     intervals = []
     p = []
@@ -238,12 +197,7 @@ def win_rate_interval(
     n=1000,       # resamples
     seed=0,
 ) -> Interval:
-    """Estimate the win rate of the second outputs in percent, also near 0 and 100 %.
-
-    Parameters:
-      preferences : (N,) in [1, 2]
-      n : resamples
-    """
+    "Estimate the win rate of the second outputs in percent, also near 0 and 100 %."
     won = np.asarray(preferences, dtype=float) - 1
     rate = won.mean()
     if min(rate, 1 - rate)*len(won) >= 10: return bootstrap(100*won, n=n, seed=seed)
@@ -273,14 +227,7 @@ def spearman_interval(
     n=1000,  # resamples
     seed=0,
 ) -> Interval:  # the mean over R replicates where there are several
-    """Correlate the ranks of the methods' means under two judges.
-
-    Parameters:
-      first : (N, M) or (R, N, M): one judge's values of M methods on N requests
-      second : another judge's, of the same shape
-      n : resamples
-    Returns: the mean over R replicates where there are several
-    """
+    "Correlate the ranks of the methods' means under two judges."
     both = np.stack([first, second], axis=-2)   # (..., N, 2, M)
     def of_means(sample, axis): return spearman(*np.moveaxis(sample.mean(axis), -2, 0))
     interval = replicate_interval(both.reshape(-1, *both.shape[-3:]), of_means, n, seed)
@@ -290,12 +237,7 @@ def spearman_interval(
 def one_hot_votes(
     votes,  # (judges, items) of 1, 1.5 or 2, nan where there is none
 ) -> np.ndarray:  # (judges, 3, items)
-    """Turn votes into one-hot columns for first, tie, second; ValueError for another value.
-
-    Parameters:
-      votes : (judges, items) of 1, 1.5 or 2, nan where there is none
-    Returns: (judges, 3, items)
-    """
+    "Turn votes into one-hot columns for first, tie, second; ValueError for another value."
     votes = np.asarray(votes, dtype=float)
     hot = votes[:, None] == np.array([[1.], [1.5], [2.]])
     wrong = np.argwhere(~hot.any(1) & ~np.isnan(votes))
@@ -308,12 +250,7 @@ def one_hot_votes(
 def vote_mode(
     counts,  # (..., 3, items) of votes for first, tie, second
 ) -> np.ndarray:  # the same; zero for items without votes
-    """Compute the probability that each vote is the mode, ties broken at random.
-
-    Parameters:
-      counts : (..., 3, items) of votes for first, tie, second
-    Returns: the same; zero for items without votes
-    """
+    "Compute the probability that each vote is the mode, ties broken at random."
     top = (counts == counts.max(-2, keepdims=True)) & (counts > 0)
     return top/np.maximum(top.sum(-2, keepdims=True), 1)
 
@@ -322,12 +259,7 @@ def agreement(
     votes,        # (judges, items)
     people=None,  # (people, items); None: the votes themselves (AlpacaFarm's agreement)
 ) -> float:
-    """Compute the accuracy of single votes against the mode of all people but one.
-
-    Parameters:
-      votes : (judges, items)
-      people : (people, items); None: the votes themselves (AlpacaFarm's agreement)
-    """
+    "Compute the accuracy of single votes against the mode of all people but one."
     own = one_hot_votes(votes)
     others = own if people is None else one_hot_votes(people)
     modes = vote_mode(others.sum(0) - others)      # (people, 3, items), one left out
@@ -347,13 +279,7 @@ def bias(
     votes,   # (repetitions, items) of a judge
     people,  # (people, items)
 ) -> float:  # an overestimate if either has few votes
-    """Compute how often the mode of a judge's votes differs from the mode of people's votes.
-
-    Parameters:
-      votes : (repetitions, items) of a judge
-      people : (people, items)
-    Returns: an overestimate if either has few votes
-    """
+    "Compute how often the mode of a judge's votes differs from the mode of people's votes."
     own = vote_mode(one_hot_votes(votes).sum(0))
     theirs = vote_mode(one_hot_votes(people).sum(0))
     both = (own.sum(0) > 0) & (theirs.sum(0) > 0)
@@ -365,13 +291,7 @@ def two_votes_agree(
     one: np.ndarray,    # (pairs, judges) preferences in [1, 2]
     other: np.ndarray,  # (pairs, others)
 ) -> np.ndarray:        # (judges, others)
-    """Compute how often the votes of two judges on the same pair are the same.
-
-    Parameters:
-      one : (pairs, judges) preferences in [1, 2]
-      other : (pairs, others)
-    Returns: (judges, others)
-    """
+    "Compute how often the votes of two judges on the same pair are the same."
     p = one - 1
     q = other - 1
     return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
@@ -381,13 +301,7 @@ def best_of_n_weights(
     scores,  # (..., N) proxy scores of a prompt's samples
     n: int,  # number of samples drawn without replacement
 ) -> np.ndarray:  # (..., N), in the samples' order
-    """Compute the probability that each sample is the best of `n`, equal scores sharing it.
-
-    Parameters:
-      scores : (..., N) proxy scores of a prompt's samples
-      n : number of samples drawn without replacement
-    Returns: (..., N), in the samples' order
-    """
+    "Compute the probability that each sample is the best of `n`, equal scores sharing it."
     from scipy.stats import rankdata
     scores = np.asarray(scores, dtype=float)
     wrong = np.argwhere(np.isnan(scores))
@@ -408,14 +322,7 @@ def best_of_n_value(
     values,  # (..., N): a utility, win rate, length, or the scores themselves
     n: int,  # number of samples from which one is chosen
 ) -> np.ndarray:  # (...)
-    """Compute the expected value of the best of `n` samples of each prompt.
-
-    Parameters:
-      scores : (..., N) scores of the proxy that chooses
-      values : (..., N): a utility, win rate, length, or the scores themselves
-      n : number of samples from which one is chosen
-    Returns: (...)
-    """
+    "Compute the expected value of the best of `n` samples of each prompt."
     return (best_of_n_weights(scores, n)*np.asarray(values, dtype=float)).sum(-1)
 
 # %% ../../nbs/judging/stats.ipynb #2f7d5210
@@ -429,12 +336,7 @@ def kl_best_of_n_estimate(
     logprob,  # (...) log-probs of whole chosen answers
     n: int,
 ) -> np.ndarray:  # (...) in nats, to be averaged over the answers
-    """Estimate the divergence where samples repeat (Beirami et al., 2024, section 4).
-
-    Parameters:
-      logprob : (...) log-probs of whole chosen answers
-    Returns: (...) in nats, to be averaged over the answers
-    """
+    "Estimate the divergence where samples repeat (Beirami et al., 2024, section 4)."
     epsilon = np.exp(np.minimum(np.asarray(logprob, dtype=float), -1e-12))
     log_missed = n*np.log1p(-epsilon)   # no sample is this answer
     drawn = -np.expm1(log_missed)
@@ -449,14 +351,7 @@ def tilted_weights(
     target: float,  # the mean reward under the weights
     least: float = 10.,  # effective samples that the median request must keep
 ) -> np.ndarray:  # (requests, N), with a sum of 1 for each request
-    """Weigh samples by exp(reward / beta), for the beta that reaches a mean; ValueError if none can.
-
-    Parameters:
-      rewards : (requests, N) rewards of samples of the policy before training
-      target : the mean reward under the weights
-      least : effective samples that the median request must keep
-    Returns: (requests, N), with a sum of 1 for each request
-    """
+    "Weigh samples by exp(reward / beta), for the beta that reaches a mean; ValueError if none can."
     from scipy.optimize import brentq
     from scipy.special import softmax
     rewards = np.asarray(rewards, float)

@@ -114,17 +114,7 @@ def beam_search(
     max_new_tokens: int = 300,      # longer answers are cut off here
     batch_size: int = 0,            # rows of a forward pass; 0: as many as fit into memory
 ) -> list[list[Sample]]:
-    """Search for the likeliest answers to each prompt, best first; fewer if there are no more.
-
-    Parameters:
-      policy : whose tokenizer, if it has one, names end tokens
-      prompts : token ids
-      beams : answers for each prompt
-      groups : groups of beams; 2 or more make the search diverse
-      diversity_penalty : cost (nats) of a token for each earlier beam that chose it
-      max_new_tokens : longer answers are cut off here
-      batch_size : rows of a forward pass; 0: as many as fit into memory
-    """
+    "Search for the likeliest answers to each prompt, best first; fewer if there are no more."
     if beams % groups:
         raise ValueError(f'beams = {beams} cannot be split into groups = {groups}')
     check_sampling(policy, prompts, max_new_tokens)

@@ -18,14 +18,7 @@ def add_tokens(
     seed: int = 0,        # seed of the embeddings' noise
     jitter: float = 1.,   # size of the noise, in standard deviations of each dimension
 ) -> list[int]:
-    """Add tokens for prompts only, unless they are there; return their ids.
-
-    Parameters:
-      policy : changed in place, and its tokenizer
-      names : such as '<good>'
-      seed : seed of the embeddings' noise
-      jitter : size of the noise, in standard deviations of each dimension
-    """
+    "Add tokens for prompts only, unless they are there; return their ids."
     model = policy.model
     tokenizer = policy.tokenizer
     old = len(tokenizer)
@@ -54,14 +47,7 @@ def prepend_tokens(
     tokenizer,                 # whose BOS stays in front
     times: int = 1,            # how often the token is repeated
 ) -> list[list[int]]:
-    """Begin prompts with a control token.
-
-    Parameters:
-      prompts : token ids
-      tokens : a control token for all of them, or one for each
-      tokenizer : whose BOS stays in front
-      times : how often the token is repeated
-    """
+    "Begin prompts with a control token."
     if isinstance(tokens, int): tokens = [tokens] * len(prompts)
     longer = []
     for prompt, token in zip(prompts, tokens, strict=True):
@@ -75,13 +61,7 @@ def set_control_prefix(
     name: str,       # the token
     times: int = 1,  # how often it is repeated
 ):
-    """Make every prompt of a tokenizer begin with a control token.
-
-    Parameters:
-      tokenizer : changed in place; the prefix is saved with it
-      name : the token
-      times : how often it is repeated
-    """
+    "Make every prompt of a tokenizer begin with a control token."
     prefix = name * times
     tokenizer.init_kwargs['control'] = prefix
     if not tokenizer.chat_template: return

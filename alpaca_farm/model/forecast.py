@@ -36,26 +36,13 @@ def forecast_run(
     speed: float,     # operations a second
     models: int = 1,  # models of this size that are in memory at once
 ) -> Forecast:
-    """Forecast the time and memory of a run.
-
-    Parameters:
-      weights : number of weights of the model
-      trained : number of weights that are trained; with adapters about 0
-      tokens : tokens of a step
-      passes : forward passes over each token; a backward pass counts as two
-      size : bytes of a weight
-      speed : operations a second
-      models : models of this size that are in memory at once
-    """
+    "Forecast the time and memory of a run."
     seconds = 2*weights*tokens*steps*passes/speed
     return Forecast(seconds, size*(models*weights + 3*trained) + _HELD)
 
 # %% ../../nbs/model/forecast.ipynb #7dadcd48
 def machine_speed(cfg: Config) -> float:  # operations a second
-    """Measure the speed that models reach by a matrix product.
-
-    Returns: operations a second
-    """
+    "Measure the speed that models reach by a matrix product."
     device = device_of(cfg)
     cpu = device.type == 'cpu'
     size = 1024 if cpu else 16384
@@ -87,12 +74,7 @@ def text_passes(
     settings: dict,  # settings of the run, as far as they are known
     counts: dict,    # records by split
 ) -> float:
-    """Count the texts of a run, each as often as it passes through the model.
-
-    Parameters:
-      settings : settings of the run, as far as they are known
-      counts : records by split
-    """
+    "Count the texts of a run, each as often as it passes through the model."
     own = _RUNS[notebook] | settings
     records = counts.get(own.get('split'), 0)
     if own.get('max_instances'): records = min(records, own['max_instances'])
@@ -125,16 +107,7 @@ def forecast_jobs(
     speed: float,    # operations a second
     tokens: float = 0.,  # tokens of a text; 0: by the limits
 ) -> Forecast:
-    """Forecast runs one after another; notebooks without a model take nothing.
-
-    Parameters:
-      jobs : jobs as in `run.jobs`, or other objects with notebook and settings
-      counts : records by split
-      weights : number of weights of the model
-      size : bytes of a weight that is only read
-      speed : operations a second
-      tokens : tokens of a text; 0: by the limits
-    """
+    "Forecast runs one after another; notebooks without a model take nothing."
     found = [Forecast(0., 0.)]
     for job in jobs:
         if job.notebook not in _RUNS: continue
@@ -154,11 +127,7 @@ def print_time(
     jobs: list, counts: dict, weights: float,  # as in `forecast_jobs`
     tokens: float = 0.,
 ):
-    """Print how long the runs of a large model take, and their memory.
-
-    Parameters:
-      weights : as in `forecast_jobs`
-    """
+    "Print how long the runs of a large model take, and their memory."
     size = dtype_of(cfg).itemsize
     found = forecast_jobs(jobs, counts, weights, size, machine_speed(cfg), tokens)
     if not found.seconds: return   # no notebook of the table

@@ -31,14 +31,7 @@ def token_logprobs(
     tokens,                   # (...)
     temperature: float = 1.,  # at which they were sampled
 ) -> torch.Tensor:  # (...) float32 or float64, differentiable
-    """Compute the log-probs of tokens.
-
-    Parameters:
-      logits : (..., V)
-      tokens : (...)
-      temperature : at which they were sampled
-    Returns: (...) float32 or float64, differentiable
-    """
+    "Compute the log-probs of tokens."
     logp = _scale_logits(logits, temperature).log_softmax(-1)
     return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
@@ -50,16 +43,7 @@ def head_logits(
     scale: float = 1.,     # factor of all logits
     cap: float = 0.,       # soft upper bound of the logits; 0: none
 ) -> torch.Tensor:  # (..., V)
-    """Compute a language model's logits from its last states.
-
-    Parameters:
-      hidden : (..., D)
-      weight : (V, D)
-      bias : (V,)
-      scale : factor of all logits
-      cap : soft upper bound of the logits; 0: none
-    Returns: (..., V)
-    """
+    "Compute a language model's logits from its last states."
     logits = F.linear(hidden, weight, bias)
     if scale != 1: logits.mul_(scale)
     return logits.div_(cap).tanh_()*cap if cap else logits
@@ -73,16 +57,7 @@ def selected_logprobs(
     chunk: int = 0,           # rows whose logits are in memory; 0: as many as take 128 MB
     **head,                   # bias (V,), scale and cap, as in `head_logits`
 ) -> torch.Tensor:  # (N,), differentiable in hidden, weight and bias
-    """Compute log-probs of tokens without all N x V logits in memory.
-
-    Parameters:
-      hidden : (N, D) last states of the positions that predict the tokens
-      weight : (V, D) of the head
-      tokens : (N,)
-      temperature : at which they were sampled
-      chunk : rows whose logits are in memory; 0: as many as take 128 MB
-    Returns: (N,), differentiable in hidden, weight and bias
-    """
+    "Compute log-probs of tokens without all N x V logits in memory."
     if hidden.ndim != 2 or weight.ndim != 2 or tokens.shape != hidden.shape[:1]:
         shapes = ', '.join(str(tuple(x.shape)) for x in (hidden, weight, tokens))
         raise ValueError(f'selected_logprobs needs hidden (N, D), weight (V, D), tokens (N,), not '
@@ -105,12 +80,7 @@ def masked_mean(
     mask,                # not 0 where a value counts; broadcasts
     dim=None,            # None: over all dimensions
 ) -> torch.Tensor:
-    """Compute the mean of the values that count; 0 if none counts.
-
-    Parameters:
-      mask : not 0 where a value counts; broadcasts
-      dim : None: over all dimensions
-    """
+    "Compute the mean of the values that count; 0 if none counts."
     count = mask.bool().expand(x.shape).sum(dim)
     return torch.where(mask.bool(), x, 0).sum(dim)/count.clamp(min=1)
 
@@ -132,13 +102,7 @@ def masked_whiten(
     shift_mean: bool = True,  # move the mean to 0; not for rewards, whose sign matters
     eps: float = 1e-8,        # added to the variance
 ) -> torch.Tensor:
-    """Scale to variance 1; the distance from the mean is 0 where there is no spread.
-
-    Parameters:
-      mask : not 0 where a value counts; elsewhere the result is 0
-      shift_mean : move the mean to 0; not for rewards, whose sign matters
-      eps : added to the variance
-    """
+    "Scale to variance 1; the distance from the mean is 0 where there is no spread."
     mean = masked_mean(x, mask)
     white = (x - mean)*(masked_var(x, mask) + eps).rsqrt()
     white = white*has_spread(torch.where(mask.bool(), x, mean))
@@ -160,13 +124,7 @@ def kl_estimate(
     ref_logp,                # log-probs of the same tokens under the reference policy
     kind: str = 'k1',        # a name of `KL_KINDS`
 ) -> torch.Tensor:
-    """Estimate the divergence from the reference policy by each token (Schulman, 2020).
-
-    Parameters:
-      logp : log-probs of sampled tokens under the policy, of any shape
-      ref_logp : log-probs of the same tokens under the reference policy
-      kind : a name of `KL_KINDS`
-    """
+    "Estimate the divergence from the reference policy by each token (Schulman, 2020)."
     if kind not in KL_KINDS: raise ValueError(f'kl kind {kind!r} is none of {", ".join(KL_KINDS)}')
     return KL_KINDS[kind](logp - ref_logp)
 
@@ -179,16 +137,7 @@ def gae(
     gamma: float = 1.,      # discount
     lam: float = 1.,        # 0: errors of one step; 1: of the whole return
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) each, 0 outside of the mask
-    """Compute advantages and returns (Schulman et al., 2016).
-
-    Parameters:
-      rewards : (B, T) rewards of the tokens
-      values : (B, T) returns that were expected *before* each token
-      mask : (B, T) with at most one contiguous stretch in a row
-      gamma : discount
-      lam : 0: errors of one step; 1: of the whole return
-    Returns: (B, T) each, 0 outside of the mask
-    """
+    "Compute advantages and returns (Schulman et al., 2016)."
     mask = mask.bool()
     rewards, values = (torch.where(mask, widen(x), 0) for x in (rewards, values))
     delta = rewards + gamma*F.pad(values[:, 1:], (0, 1)) - values
@@ -206,15 +155,7 @@ def try_function(
     *more,             # further arguments of f
     **settings,        # further arguments by name
 ) -> torch.Tensor:  # of the shape of x
-    """Call a user's function; ValueError unless it gives a finite number for each value.
-
-    Parameters:
-      setting : the setting and its value, for the message
-      f : takes a tensor and maybe more
-      x : values to try it on, of any shape
-      more : further arguments of f
-    Returns: of the shape of x
-    """
+    "Call a user's function; ValueError unless it gives a finite number for each value."
     try: found = f(x, *more, **settings)
     except Exception as e:
         raise ValueError(f'{setting}: it fails with {type(e).__name__}: {e}') from e

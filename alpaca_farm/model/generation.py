@@ -157,13 +157,7 @@ def read(self: DecodingState,
     rows: list[int],           # the prompt of each row
     longest: int,              # tokens of a prompt and its answer
 ):
-    """Read the prompts, each once, and repeat them by `rows`.
-
-    Parameters:
-      prompts : all are read
-      rows : the prompt of each row
-      longest : tokens of a prompt and its answer
-    """
+    "Read the prompts, each once, and repeat them by `rows`."
     device = self.model.device
     ids = pad(prompts, 0, 'left').to(device)
     mask = pad([[1]*len(p) for p in prompts], 0, 'left').to(device)
@@ -273,14 +267,7 @@ def start_decoding(
     longest: int,         # tokens of a prompt and its answer
     fixed: bool = False,  # keep tensors in their places, where the model's mask allows it
 ) -> DecodingState:
-    """Read prompts, each once, for rows that are then fed token by token.
-
-    Parameters:
-      prompts : all are read
-      rows : the prompt of each row
-      longest : tokens of a prompt and its answer
-      fixed : keep tensors in their places, where the model's mask allows it
-    """
+    "Read prompts, each once, for rows that are then fed token by token."
     state = DecodingState(policy)
     state.read(prompts, rows, longest)
     state.grow(longest)
@@ -374,11 +361,7 @@ def check_sampling(
     prompts: list[list[int]],
     max_new_tokens: int,  # length of the answer, which the model has to read as well
 ):
-    """Raise ValueError for a prompt that the model cannot read.
-
-    Parameters:
-      max_new_tokens : length of the answer, which the model has to read as well
-    """
+    "Raise ValueError for a prompt that the model cannot read."
     model = policy.model
     if 'past_key_values' not in signature(model.forward).parameters:
         raise ValueError(f'{type(model).__name__} takes no past_key_values: it can be trained '
@@ -425,18 +408,7 @@ def generate(
     seed: int = 0,
     batch_size: int = 0,        # sequences in a batch; 0: as many as fit into memory
 ) -> list[list[Sample]]:  # n of each prompt
-    """Sample answers to prompts; ValueError for a prompt that the model cannot read.
-
-    Parameters:
-      policy : whose tokenizer, if it has one, names end tokens
-      prompts : token ids
-      n : samples of each prompt
-      temperature : 0 is greedy
-      top_p : sample from the likeliest tokens of this probability; 1: from all
-      top_k : sample from this many of the likeliest tokens; 0: from all
-      batch_size : sequences in a batch; 0: as many as fit into memory
-    Returns: n of each prompt
-    """
+    "Sample answers to prompts; ValueError for a prompt that the model cannot read."
     longest = max(map(len, prompts), default=0) + max_new_tokens
     rows, tokens = pass_limits(policy, batch_size, cached=True)
     batch_size = max(1, int(min(rows, tokens // max(1, longest))))

@@ -147,11 +147,7 @@ def place_model(
     tokenizer,
     cfg: Config,
 ) -> Policy:
-    """Put a model on its device, without dropout; a small model on the CPU gets one thread.
-
-    Parameters:
-      model : of transformers
-    """
+    "Put a model on its device, without dropout; a small model on the CPU gets one thread."
     device = device_of(cfg)
     small = sum(p.numel() for p in model.parameters()) < 50e6
     if device.type == 'cpu' and small: torch.set_num_threads(1)
@@ -180,13 +176,7 @@ def load_tokenizer(
     arguments: dict = {},  # arguments of the chat template
 ):
     """Load a tokenizer, with a padding token; ValueError if its template takes other arguments, or
-    an answer's end is not among the model's tokens.
-
-    Parameters:
-      spec : as for `model_path`
-      model : the model, which must know the tokenizer's tokens
-      arguments : arguments of the chat template
-    """
+    an answer's end is not among the model's tokens."""
     from jinja2 import TemplateSyntaxError
     from transformers import AutoTokenizer
     tokenizer = _from_files(AutoTokenizer, spec, 'tokenizer')
@@ -228,11 +218,7 @@ def loading_options(
     cfg: Config,
     train: bool,  # whether it is trained, or compared with a model that is trained
 ) -> dict:
-    """Choose a model's kernel and precision; ImportError for 4 bits without bitsandbytes.
-
-    Parameters:
-      train : whether it is trained, or compared with a model that is trained
-    """
+    "Choose a model's kernel and precision; ImportError for 4 bits without bitsandbytes."
     from transformers import BitsAndBytesConfig
     master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
     dtype = torch.float32 if master else dtype_of(cfg)
@@ -350,13 +336,7 @@ def load_model(
     fresh: tuple[str, ...] = (),  # weights that may be missing
     **options,  # as `loading_options` gives them
 ):
-    """Load a model; ValueError if that fails, or weights are missing.
-
-    Parameters:
-      kind : a class of transformers
-      spec : as for `model_path`; an adapter is added to the weights
-      fresh : weights that may be missing
-    """
+    "Load a model; ValueError if that fails, or weights are missing."
     named = spec
     folder = _model_folder(spec)
     adapters = []   # each stands on the next

@@ -101,14 +101,7 @@ def load_policy(
     train: bool = False,   # load it for training, with an adapter if the settings ask for one
     frozen: bool = False,  # with `train`: load it for comparison with the trained policy
 ) -> Policy:
-    """Load a causal language model and its tokenizer.
-
-    Parameters:
-      spec : run folder, model folder, GGUF file or name on the hub
-      cfg : its device and precision, and the adapter if it has one
-      train : load it for training, with an adapter if the settings ask for one
-      frozen : with `train`: load it for comparison with the trained policy
-    """
+    "Load a causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
     model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train))
     tokenizer = load_tokenizer(spec, model, getattr(cfg, 'template_arguments', {}))
@@ -137,13 +130,7 @@ def load_scalar(
     head: str = 'keep',   # the saved head; 'zero' or 'normal': a fresh one
     train: bool = False,  # ValueError for an encoder
 ) -> Policy:
-    """Load a model with a scalar head and its tokenizer.
-
-    Parameters:
-      spec : a policy or a scalar model, as for `load_policy`
-      head : the saved head; 'zero' or 'normal': a fresh one
-      train : ValueError for an encoder
-    """
+    "Load a model with a scalar head and its tokenizer."
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
     options = loading_options(spec, cfg, train)
@@ -182,13 +169,7 @@ def scalar_on(
     spec: str,  # reward model that has the adapter; empty: a fresh adapter, with a head of zeros
     cfg: Config,
 ) -> Policy | None:  # None if there is no adapter, or it stands on other weights
-    """Make a scalar model on the frozen weights of a policy, with an adapter of its own.
-
-    Parameters:
-      name : name of the new adapter
-      spec : reward model that has the adapter; empty: a fresh adapter, with a head of zeros
-    Returns: None if there is no adapter, or it stands on other weights
-    """
+    "Make a scalar model on the frozen weights of a policy, with an adapter of its own."
     base = folder = policy.base
     if policy.adapter is None: return
     if spec:
@@ -224,15 +205,7 @@ def hidden_states(
     response: torch.Tensor | None = None,  # (B, T), 1 at answers, whose prompts are shared
     read: torch.Tensor | None = None,      # (B, T), 1 at the states that are used; None: all
 ) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding
-    """Compute the last layer's states, before the head.
-
-    Parameters:
-      ids : (B, T)
-      mask : (B, T), 1 at real tokens
-      response : (B, T), 1 at answers, whose prompts are shared
-      read : (B, T), 1 at the states that are used; None: all
-    Returns: (B, T, hidden), arbitrary at padding
-    """
+    "Compute the last layer's states, before the head."
     packed = None
     if reads_packed(policy): packed = pack(ids, mask, response, attention_window(policy))
     parts = [] if read is None else position_wise(policy)
@@ -284,14 +257,7 @@ def logprobs(
     temperature: float = 1.0,   # divides the logits, as when sampling
     states: torch.Tensor | None = None,  # (B, T, hidden) from `answer_states`, if known already
 ) -> torch.Tensor:  # (B, T), zero outside of the response
-    """Compute log p of each response token given the tokens before it, in nats.
-
-    Parameters:
-      batch : ids, mask, response: (B, T) each
-      temperature : divides the logits, as when sampling
-      states : (B, T, hidden) from `answer_states`, if known already
-    Returns: (B, T), zero outside of the response
-    """
+    "Compute log p of each response token given the tokens before it, in nats."
     if states is None: states = answer_states(policy, batch)
     chosen = batch['response'][:, 1:].bool()
     tokens = batch['ids'][:, 1:]
@@ -307,12 +273,7 @@ def sequence_logprobs(
     batch: dict,  # ids, mask, response: (..., T) each
     temperature: float = 1.0,
 ) -> torch.Tensor:  # (...), differentiable
-    """Compute log p of each whole response, in one forward pass.
-
-    Parameters:
-      batch : ids, mask, response: (..., T) each
-    Returns: (...), differentiable
-    """
+    "Compute log p of each whole response, in one forward pass."
     shape = batch['ids'].shape
     flat = {k: batch[k].flatten(0, -2) for k in ('ids', 'mask', 'response')}
     logp = logprobs(policy, flat, temperature)
@@ -346,14 +307,7 @@ def response_logprobs(
     temperature: float = 1.0,
     size: int = 0,               # responses in a forward pass; 0: as many as fit into memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
-    """Compute log p of each whole response given its prompt, without gradients.
-
-    Parameters:
-      prompts : N
-      responses : N
-      size : responses in a forward pass; 0: as many as fit into memory
-    Returns: (N,) float32 on the CPU, in nats
-    """
+    "Compute log p of each whole response given its prompt, without gradients."
     def compute(prompts, responses):
         batch = collate(prompts, responses, 0)
         batch = {k: v.to(policy.device) for k, v in batch.items()}
@@ -388,14 +342,7 @@ def next_log_odds(
     tokens: list[tuple[int, int]],  # N pairs
     size: int = 0,                 # prompts in a forward pass; 0: as many as fit into memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
-    """Compute the log-odds that the next token behind each prompt is the second of two.
-
-    Parameters:
-      prompts : N
-      tokens : N pairs
-      size : prompts in a forward pass; 0: as many as fit into memory
-    Returns: (N,) float32 on the CPU, in nats
-    """
+    "Compute the log-odds that the next token behind each prompt is the second of two."
     def compute(prompts, pairs): return _log_odds(policy, _last_states(policy, prompts), pairs)
     return _in_batches(policy, 'labels', compute, prompts, tokens, size)
 
@@ -418,14 +365,7 @@ def sequence_scores(
     mask: torch.Tensor,  # (B, T)
     response: torch.Tensor | None = None,  # (B, T), read if the model's config asks for it
 ) -> torch.Tensor:  # (B,)
-    """Score each row by the scalar head, and by the likelihood of its response.
-
-    Parameters:
-      ids : (B, T)
-      mask : (B, T)
-      response : (B, T), read if the model's config asks for it
-    Returns: (B,)
-    """
+    "Score each row by the scalar head, and by the likelihood of its response."
     weight = getattr(policy.config, 'likelihood', 0.)
     mean = getattr(policy.config, 'pooling', 'last') == 'mean'
 
@@ -450,12 +390,7 @@ def values(
     policy: Policy,
     batch: dict,  # ids, mask, response: (B, T) each
 ) -> torch.Tensor:  # (B, T), zero outside of the response
-    """Compute V where each response token is chosen, in units of `mean` and `std`.
-
-    Parameters:
-      batch : ids, mask, response: (B, T) each
-    Returns: (B, T), zero outside of the response
-    """
+    "Compute V where each response token is chosen, in units of `mean` and `std`."
     scores = (_head_values(policy, answer_states(policy, batch)) - policy.mean) / policy.std
     return F.pad(scores[:, :-1], (1, 0)) * batch['response']   # of the state before a token
 
@@ -543,13 +478,7 @@ def save_model(
     name: str = 'model',  # name of the model's folder
     whole: bool = True,   # if the model has an adapter, write the whole model as well
 ):
-    """Write a model, its tokenizer and its card, completely or not at all.
-
-    Parameters:
-      run : the run whose folder gets the model
-      name : name of the model's folder
-      whole : if the model has an adapter, write the whole model as well
-    """
+    "Write a model, its tokenizer and its card, completely or not at all."
     if policy.adapter is not None:
         own = 'adapter' if name == 'model' else name
         _write_model(policy, run, own)

@@ -38,13 +38,7 @@ def pass_limits(
     rows: int = 0,         # rows, whatever their length; 0: `forward_batch`, or as many as fit
     cached: bool = False,  # whether keys and values are kept
 ) -> tuple[int, float]:  # rows, tokens
-    """Bound what a forward pass without gradients reads.
-
-    Parameters:
-      rows : rows, whatever their length; 0: `forward_batch`, or as many as fit
-      cached : whether keys and values are kept
-    Returns: rows, tokens
-    """
+    "Bound what a forward pass without gradients reads."
     rows = rows or policy.forward_batch
     if rows: return rows, math.inf
     model = policy.model

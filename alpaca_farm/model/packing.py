@@ -32,14 +32,7 @@ def pack(
     response: torch.Tensor | None = None,  # (B, T), 1 at answers' tokens, which end the rows
     window: float = math.inf,              # the most tokens of a row
 ) -> Packed | None:
-    """Pack a batch, each prompt once; None if a row exceeds `window`, or too little is saved.
-
-    Parameters:
-      ids : (B, T), tokens of a padded batch
-      mask : (B, T), 1 at real tokens
-      response : (B, T), 1 at answers' tokens, which end the rows
-      window : the most tokens of a row
-    """
+    "Pack a batch, each prompt once; None if a row exceeds `window`, or too little is saved."
     ids = ids.cpu()
     real = mask.bool().cpu()
     answers = [0] * len(ids)

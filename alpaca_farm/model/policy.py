@@ -118,13 +118,7 @@ def add_adapter(
     config,     # as from `lora_config`
     seed: int = 0,  # seed by which A is drawn
 ) -> Policy:  # with the adapter, on the same weights
-    """Add an adapter to a model and freeze the model; earlier adapters stay as they are.
-
-    Parameters:
-      config : as from `lora_config`
-      seed : seed by which A is drawn
-    Returns: with the adapter, on the same weights
-    """
+    "Add an adapter to a model and freeze the model; earlier adapters stay as they are."
     from peft import inject_adapter_in_model
     model = policy.model
     trunk = model.base_model
@@ -276,13 +270,7 @@ def load_adapter(
     folder,           # of an adapter
     fresh: tuple[str, ...] = (),  # weights that stay, by the ends of their names
 ):
-    """Replace a policy's own weights by the weights in a folder; ValueError if they do not fit.
-
-    Parameters:
-      policy : with an adapter
-      folder : of an adapter
-      fresh : weights that stay, by the ends of their names
-    """
+    "Replace a policy's own weights by the weights in a folder; ValueError if they do not fit."
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
         saved = {name: f.get_tensor(name) for name in f.keys()}
     if policy.score is None and 'base_model.model.score.weight' in saved:
@@ -331,14 +319,7 @@ def add_saved(
     folder,     # where it was saved
     fresh: tuple[str, ...] = (),  # weights that are not read, by the ends of their names
 ) -> Policy:  # with the adapter, on the same weights
-    """Add a saved adapter to a model, with its head and its new tokens.
-
-    Parameters:
-      name : name of the adapter in the model
-      folder : where it was saved
-      fresh : weights that are not read, by the ends of their names
-    Returns: with the adapter, on the same weights
-    """
+    "Add a saved adapter to a model, with its head and its new tokens."
     from peft import LoraConfig
     plain = LoraConfig().to_dict()
     for key, value in read_json(at_root(folder)/'adapter_config.json').items():

@@ -29,15 +29,7 @@ from ..run.settings import Amount, as_list, Config, folder_function, MODEL
 # %% ../../nbs/model/rewards.ipynb #e9595f40
 @dataclass
 class RewardConfig(Config):
-    """Settings of a reward.
-
-    Settings:
-      out : run folder (default: )
-      reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
-      ensemble : how the scores of a list become one (default: mean)
-      ensemble_coef : for uncertainty: the penalty for a unit of variance (default: 0.5)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of a reward."
     # a checkpoint, "module:function", or a list of them
     reward_model: Annotated[str | list[str], MODEL] = 'runs/reward_model'
     # how the scores of a list become one
@@ -82,15 +74,7 @@ def score_records(
     batch_size: int = 0,       # rows of a forward pass; 0: as many as fit into memory
     standardise: bool = True,  # by the mean and standard deviation in the model's config
 ) -> list[float]:
-    """Score the records' outputs.
-
-    Parameters:
-      policy : a decoder with a `score`, or an encoder
-      records : with a prompt and `output`, and maybe `ended`
-      template : prompt format
-      batch_size : rows of a forward pass; 0: as many as fit into memory
-      standardise : by the mean and standard deviation in the model's config
-    """
+    "Score the records' outputs."
     prompts, answers = _encode_answers(policy, records, template)
     longest = max((len(p) + len(a) for p, a in zip(prompts, answers)), default=0)
     check_positions(policy, longest, 'an answer with its prompt')
@@ -132,15 +116,7 @@ def reward(
     batch_size: int = 0,     # rows of a forward pass; 0: as many as fit into memory
     loaded: dict[str, Policy] = {},  # checkpoints in memory already, by name
 ):  # records -> scores
-    """Make the reward that a setting names; it checks that each record gets a number.
-
-    Parameters:
-      spec : a checkpoint or "module:function", or a list of these
-      cfg : how a checkpoint is loaded and an ensemble combined
-      template : prompt format of checkpoints
-      batch_size : rows of a forward pass; 0: as many as fit into memory
-      loaded : checkpoints in memory already, by name
-    """
+    "Make the reward that a setting names; it checks that each record gets a number."
     members = {}
     data = getattr(cfg, 'data', '')   # the folder that a world's functions read
     for name in as_list(spec):

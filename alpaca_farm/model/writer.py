@@ -35,12 +35,7 @@ def label_tokens(
     labels,                     # texts that may stand behind it
     tokenizer,
 ) -> tuple[list[int], list[list[int]]]:
-    """Split the tokens of a prompt with a label behind it: shared tokens, tokens of each label.
-
-    Parameters:
-      prompt : a text, or messages
-      labels : texts that may stand behind it
-    """
+    "Split the tokens of a prompt with a label behind it: shared tokens, tokens of each label."
     if isinstance(prompt, str):
         rows = [prompt_tokens(prompt + label, tokenizer) for label in labels]
     else:
@@ -83,13 +78,7 @@ class LocalWriter:
         keys: list[tuple],      # a key for each prompt; the first decides the random numbers
         stop: list[str] = (),   # texts at which an endpoint stops; not used here
     ) -> list[Written]:
-        """Sample a text for each prompt; no text for a prompt that is too long.
-
-        Parameters:
-          prompts : texts or lists of messages
-          keys : a key for each prompt; the first decides the random numbers
-          stop : texts at which an endpoint stops; not used here
-        """
+        "Sample a text for each prompt; no text for a prompt that is too long."
         cfg = self.cfg
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
         def sample(rows):
@@ -150,13 +139,7 @@ class ServedWriter:
         fields: list[dict],    # the rest of each request
         read,                  # takes an index and an answer; gives its content, None if unreadable
     ) -> list:
-        """Read answers, None if refused or unreadable; ValueError if a call that may succeed failed.
-
-        Parameters:
-          prompts : texts or lists of messages
-          fields : the rest of each request
-          read : takes an index and an answer; gives its content, None if unreadable
-        """
+        "Read answers, None if refused or unreadable; ValueError if a call that may succeed failed."
         requests = []
         for prompt, rest in zip(prompts, fields):
             name = 'prompt' if isinstance(prompt, str) else 'messages'
@@ -176,13 +159,7 @@ class ServedWriter:
         keys: list[tuple],      # a key for each prompt, from which its seed is derived
         stop: list[str] = (),   # texts at which the model stops
     ) -> list[Written]:
-        """Sample a text for each prompt; no text if the request is refused.
-
-        Parameters:
-          prompts : texts or lists of messages
-          keys : a key for each prompt, from which its seed is derived
-          stop : texts at which the model stops
-        """
+        "Sample a text for each prompt; no text if the request is refused."
         cfg = self.cfg
         same = dict(model=self.model, max_tokens=cfg.max_new_tokens,
                     temperature=cfg.temperature, top_p=cfg.top_p)

@@ -61,14 +61,7 @@ def default_of(
     weights: float,      # number of weights of the model
     lora: bool = False,  # whether adapters are trained
 ):
-    """Compute a default from the number of weights.
-
-    Parameters:
-      name : the setting
-      large : its two defaults, as `by_size` got them
-      weights : number of weights of the model
-      lora : whether adapters are trained
-    """
+    "Compute a default from the number of weights."
     if not name.endswith('learning_rate'): return toy if weights < 1e7 else large
     rate = toy*(large/toy)**(math.log(max(1, weights/1e6))/math.log(7000))
     if lora: rate *= 10**min(1, math.log(max(1, weights/1e6))/math.log(100))
@@ -84,15 +77,7 @@ def fitted(
     longest: dict[str, int],   # tokens that most texts do not exceed, by the limit's name
     examples: int,             # records that are learned from
 ) -> dict:  # the values of the settings that were left open
-    """Fit the settings that were left open to the data.
-
-    Parameters:
-      settings : all of a run; the open ones have their default by size
-      left_open : the open settings, with the values for a toy and a large model
-      longest : tokens that most texts do not exceed, by the limit's name
-      examples : records that are learned from
-    Returns: the values of the settings that were left open
-    """
+    "Fit the settings that were left open to the data."
     values = dict(settings)
     for name, tokens in longest.items():
         if name in left_open: values[name] = max(left_open[name][0], tokens)

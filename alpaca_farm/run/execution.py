@@ -87,11 +87,7 @@ def run_notebook(
     output: Path,      # the executed notebook
     parameters: dict,
 ):
-    """Execute a notebook in this process; PapermillExecutionError if a cell fails.
-
-    Parameters:
-      output : the executed notebook
-    """
+    "Execute a notebook in this process; PapermillExecutionError if a cell fails."
     import papermill
     from papermill.engines import Engine, papermill_engines
     no_secrets(parameters)   # papermill would write them down
@@ -182,14 +178,7 @@ def run_job(
     folder: Path,      # where it runs
     variables: dict,   # of the environment
 ):
-    """Execute a notebook on one core, in a process that does nothing else, here or on a cluster.
-
-    Parameters:
-      output : the executed notebook
-      log : what it prints
-      folder : where it runs
-      variables : of the environment
-    """
+    "Execute a notebook on one core, in a process that does nothing else, here or on a cluster."
     os.environ.update(_ONE_THREAD | variables)
     os.chdir(folder)
     sys.path.insert(0, str(folder))

@@ -139,11 +139,7 @@ def file_hash(
     path: Path,
     again: bool = False,  # read a large file, even if it seems to be unchanged
 ) -> str:
-    """Compute SHA-256 of a file's content; for a large file, only once.
-
-    Parameters:
-      again : read a large file, even if it seems to be unchanged
-    """
+    "Compute SHA-256 of a file's content; for a large file, only once."
     stat = path.stat()
     if stat.st_size < 2**20: return hashlib.sha256(path.read_bytes()).hexdigest()
     name = str(path.resolve())
@@ -186,12 +182,7 @@ def append_lines(
     size: int,            # bytes of the file that count; what follows them is cut off
     records: list[dict],
 ) -> int:  # the file's new size
-    """Append records as JSON lines to the first bytes of a file.
-
-    Parameters:
-      size : bytes of the file that count; what follows them is cut off
-    Returns: the file's new size
-    """
+    "Append records as JSON lines to the first bytes of a file."
     path.parent.mkdir(parents=True, exist_ok=True)
     data = ''.join(json.dumps(r) + '\n' for r in records).encode()
     with names_file(path), open(path, 'ab') as f:

@@ -46,18 +46,7 @@ def study_job(
     sizes: dict = {}, # settings of a smaller study, by notebook or kind
     **more,           # settings of this run alone
 ) -> Job:
-    """Make the job of a study for a recipe.
-
-    Parameters:
-      name : name of the run in the study's folder
-      kind : what it is: a notebook, or an entry of the recipes
-      reads : runs of the study, by the setting that names them
-      folder : folder of the study
-      cost : approximate CPU seconds
-      seed : seed of the study, added to the seed of the recipe
-      sizes : settings of a smaller study, by notebook or kind
-    Returns: settings of this run alone
-    """
+    "Make the job of a study for a recipe."
     notebook, settings = recipe(kind)
     settings = settings | sizes.get(notebook, {}) | sizes.get(kind, {})
     settings['seed'] = seed + settings.get('seed', 0)
@@ -107,12 +96,7 @@ def this_machine(
     workers: int,  # jobs at a time; 0 for as many as there are cores, or GPUs for
     gpus: int,     # GPUs of each job
 ) -> Place:
-    """Return this machine as a place for jobs; ValueError if it has too few GPUs.
-
-    Parameters:
-      workers : jobs at a time; 0 for as many as there are cores, or GPUs for
-      gpus : GPUs of each job
-    """
+    "Return this machine as a place for jobs; ValueError if it has too few GPUs."
     if not gpus:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
         return Place(start_process, [{}]*(workers or cores))
@@ -145,11 +129,7 @@ def slurm(
     gpus: int,
     cluster: str = 'slurm',  # name of a cluster in submitit; `local` is another
 ) -> Place:
-    """Return Slurm as a place for jobs; RuntimeError where there is none.
-
-    Parameters:
-      cluster : name of a cluster in submitit; `local` is another
-    """
+    "Return Slurm as a place for jobs; RuntimeError where there is none."
     import submitit
     executor = submitit.AutoExecutor(at_root('runs/slurm'), cluster=cluster)
     executor.update_parameters(timeout_min=24*60)   # five minutes otherwise
@@ -311,14 +291,7 @@ def run_jobs(
     place: str = '',      # name in `JOB_PLACES`; empty for this machine
     gpus: int = 0,        # GPUs of each job; 0 for all that this process sees
 ) -> list[str]:
-    """Run all jobs, each after the jobs that it needs; returns a line for each failure.
-
-    Parameters:
-      workers : jobs at a time; 0 for as many as the place takes
-      name : in the live line
-      place : name in `JOB_PLACES`; empty for this machine
-      gpus : GPUs of each job; 0 for all that this process sees
-    """
+    "Run all jobs, each after the jobs that it needs; returns a line for each failure."
     table = _Table(_longest_first(jobs), _place(place, workers, gpus), time.monotonic())
     try:
         with ending_processes(): _run_all(table, name)
@@ -338,13 +311,7 @@ def run_or_fail(
     what: str,     # what the error says has failed, such as the study
     **more,        # arguments of `run_jobs`
 ):
-    """Run all jobs; RuntimeError with a line for each failure.
-
-    Parameters:
-      workers : jobs at a time; 0 for as many as the place takes
-      name : in the live line
-      what : what the error says has failed, such as the study
-    """
+    "Run all jobs; RuntimeError with a line for each failure."
     failed = run_jobs(jobs, workers, name, **more)
     if failed: raise RuntimeError(f'{what} failed:\n' + '\n'.join(failed))
 
@@ -363,15 +330,7 @@ def sweep(
     place: str = '',   # name in `JOB_PLACES`; empty for this machine
     **settings,        # that all runs have
 ):  # a DataFrame
-    """Run a notebook with every combination of values; RuntimeError if some runs failed.
-
-    Parameters:
-      grid : a list of values by setting
-      out : folder of the runs; empty for runs/<notebook>_sweep
-      workers : runs at a time; 0 for as many as the place takes
-      gpus : GPUs of each run
-      place : name in `JOB_PLACES`; empty for this machine
-    """
+    "Run a notebook with every combination of values; RuntimeError if some runs failed."
     import pandas as pd
     if not notebook_path(notebook): raise ValueError(f'{notebook!r}: nbs has no such notebook')
     rows = {}

@@ -55,12 +55,7 @@ def in_parts(
     f,       # lists -> one result for each row
     *lists,  # of the same length
 ) -> list:
-    """Compute `f(*lists)` in all processes, each on its share of the rows.
-
-    Parameters:
-      f : lists -> one result for each row
-      lists : of the same length
-    """
+    "Compute `f(*lists)` in all processes, each on its share of the rows."
     k, n = rank()
     if n == 1: return f(*lists)
     with _alone(): own = f(*(rows[k::n] for rows in lists))
@@ -101,11 +96,7 @@ def join_ranks(
     cfg: Config,
     several: bool = True,  # whether several processes may share the run
 ):
-    """Join the other processes of a run that a launcher has started; only the first prints.
-
-    Parameters:
-      several : whether several processes may share the run
-    """
+    "Join the other processes of a run that a launcher has started; only the first prints."
     if _here.count > 1 or int(os.environ.get('WORLD_SIZE', 1)) == 1: return
     if not several: raise ValueError(f'{cfg.out}: this run takes a single process')
     _check_ranks(cfg, int(os.environ['WORLD_SIZE']))

@@ -114,12 +114,7 @@ class Progress:
         over: bool = False,  # whether this is the last one
         step: int = 0,       # the bar's
     ):
-        """Redraw the line.
-
-        Parameters:
-          over : whether this is the last one
-          step : the bar's
-        """
+        "Redraw the line."
         shown = {'text/plain': line}
         if 'JPY_SESSION_NAME' in os.environ:
             bar = f'<progress value="{step}" max="{self.total}" style="width:320px"></progress>'
@@ -142,11 +137,7 @@ def passes(
     items,
     patience: float = 5.,  # seconds between two lines, and before the first
 ):
-    """Yield the items one by one; the live line tells how many are done.
-
-    Parameters:
-      patience : seconds between two lines, and before the first
-    """
+    "Yield the items one by one; the live line tells how many are done."
     items = list(items)
     line = Progress.live
     own = None

@@ -263,12 +263,7 @@ def content_hash(
     source: str,
     again: bool = False,  # read the weights of runs, even if they seem to be unchanged
 ) -> str:  # the source itself if it is none of these
-    """Hash a file, folder or `module:name`; ValueError for weights that changed after their run.
-
-    Parameters:
-      again : read the weights of runs, even if they seem to be unchanged
-    Returns: the source itself if it is none of these
-    """
+    "Hash a file, folder or `module:name`; ValueError for weights that changed after their run."
     if not source: return ''
     if ':' in source:
         return digest(source, _hash_code(_module_files(source.partition(':')[0], _places())))
@@ -335,12 +330,7 @@ def describe_run(
     train,              # the function that makes the run
     reads: tuple = (),  # run folders it reads besides those that its settings name
 ) -> dict:
-    """Collect the content of `config.json`: settings, code, inputs, versions and fingerprint.
-
-    Parameters:
-      train : the function that makes the run
-      reads : run folders it reads besides those that its settings name
-    """
+    "Collect the content of `config.json`: settings, code, inputs, versions and fingerprint."
     given = cfg.changed()
     for name in ('out', 'tracker'): given.pop(name, None)   # not repeated when the run is rebuilt
     code = code_hash(train)
@@ -361,11 +351,7 @@ def why_stale(
     folder,
     given: dict | None = None,  # settings that the run must have, the rest by default; None for any
 ) -> str:
-    """Say why a run is not fresh, in words that follow its name; empty if it is.
-
-    Parameters:
-      given : settings that the run must have, the rest by default; None for any
-    """
+    "Say why a run is not fresh, in words that follow its name; empty if it is."
     @cache   # runs have inputs in common
     def reason(folder: Path) -> str:
         config = run_config(folder)
@@ -446,13 +432,7 @@ def start_notebook(
     variables: dict = {},  # of the environment
     submit=start_process,  # takes a function and its arguments, and returns a future
 ):
-    """Start a notebook of this project in a process of its own, here or on a cluster.
-
-    Parameters:
-      out : run folder
-      variables : of the environment
-      submit : takes a function and its arguments, and returns a future
-    """
+    "Start a notebook of this project in a process of its own, here or on a cluster."
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
     return submit(run_job, notebook_path(notebook), Path(f'{folder}.ipynb'),
@@ -579,11 +559,7 @@ def changes(
     record: dict,
     past: dict,  # lists of earlier values, by figure
 ) -> dict[str, float]:
-    """Compute how a record's figures have changed: the loss of five steps in units of the first.
-
-    Parameters:
-      past : lists of earlier values, by figure
-    """
+    "Compute how a record's figures have changed: the loss of five steps in units of the first."
     found = {}
     for name in record.keys() & past.keys():
         before = past[name]
@@ -605,12 +581,7 @@ def few_steps(
     cfg,         # settings of a training
     steps: int,  # optimiser steps that it takes
 ) -> dict:
-    """Return the number of steps of a run, and advice on how to get more of them.
-
-    Parameters:
-      cfg : settings of a training
-      steps : optimiser steps that it takes
-    """
+    "Return the number of steps of a run, and advice on how to get more of them."
     ruled = cfg.batch_size <= 4 and cfg.epochs >= 3
     remedy = 'it takes more examples' if ruled else 'lower batch_size, or raise epochs'
     return dict(optimiser_steps=steps, remedy=remedy)
@@ -851,12 +822,7 @@ def write(
     name: str,   # of the file
     value,       # that JSON can hold
 ):
-    """Write a JSON file of this run; `config.json` with a digest of itself.
-
-    Parameters:
-      name : of the file
-      value : that JSON can hold
-    """
+    "Write a JSON file of this run; `config.json` with a digest of itself."
     write_json(self.path(name), signed(value) if name == 'config.json' else value)
 
 # %% ../../nbs/run/runs.ipynb #1c60bae5
@@ -894,12 +860,7 @@ def compute_once(self: Run,
     name: str,   # of a file beside the checkpoint
     compute,     # takes no arguments; returns a state of tensors and plain values
 ):
-    """Compute a state before the first step, or read what an earlier start of the run has kept.
-
-    Parameters:
-      name : of a file beside the checkpoint
-      compute : takes no arguments; returns a state of tensors and plain values
-    """
+    "Compute a state before the first step, or read what an earlier start of the run has kept."
     name = f'checkpoint/{name}.safetensors'
     if self.state == 'unfinished' and (self.folder/name).exists():
         return load_state(self.folder/name)
@@ -993,13 +954,7 @@ def start(
     reads: tuple = (),  # run folders it reads besides those that its settings name
     several: bool = False,  # whether several processes may share it
 ) -> Run:
-    """Find or begin the run of these settings; it is `done` if it was finished before.
-
-    Parameters:
-      train : the function whose code is the run's
-      reads : run folders it reads besides those that its settings name
-      several : whether several processes may share it
-    """
+    "Find or begin the run of these settings; it is `done` if it was finished before."
     join_ranks(cfg, several)
     folder = at_root(cfg.out)
     inputs = []
@@ -1032,13 +987,7 @@ def makes_run(
     several: bool = False,   # whether several processes may share a run
     reads=lambda cfg: (),    # takes settings; returns what else a run reads
 ):
-    """Turn a function of settings and a `Run` into one of settings alone, and a command line.
-
-    Parameters:
-      settings : the notebook's class of settings
-      several : whether several processes may share a run
-      reads : takes settings; returns what else a run reads
-    """
+    "Turn a function of settings and a `Run` into one of settings alone, and a command line."
     def frame(make):
         @wraps(make)
         def method_of_notebook(cfg: Config) -> Run:
@@ -1056,13 +1005,7 @@ def write_csv(
     table,      # a DataFrame
     **options,  # arguments of `DataFrame.to_csv`
 ):
-    """Write a table into a run folder as CSV.
-
-    Parameters:
-      run : whose folder it is written to
-      name : of the file
-      table : a DataFrame
-    """
+    "Write a table into a run folder as CSV."
     options = dict(index=False, float_format='%.4f') | options
     with atomic_write(run.path(name)) as path: table.to_csv(path, **options)
 
@@ -1072,13 +1015,7 @@ def write_figure(
     name: str,  # of the file
     fig,        # of matplotlib
 ):
-    """Write a figure into a run folder as PNG, and close it.
-
-    Parameters:
-      run : whose folder it is written to
-      name : of the file
-      fig : of matplotlib
-    """
+    "Write a figure into a run folder as PNG, and close it."
     import matplotlib.pyplot as plt
     with atomic_write(run.path(name)) as path: fig.savefig(path, dpi=150, format='png')
     plt.close(fig)

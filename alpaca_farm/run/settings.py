@@ -114,12 +114,7 @@ def as_type(
     value,
     kind,       # its annotation
 ):
-    """Convert a value to the type of its setting; ValueError saying what is valid.
-
-    Parameters:
-      name : the setting
-      kind : its annotation
-    """
+    "Convert a value to the type of its setting; ValueError saying what is valid."
     try: return _checked_as(kind).validate_python(_as_written(value, kind))
     except ValidationError as e: error = e.errors()[0]
     valid = re.sub('(Input|String) should', 'it must', error['msg'])
@@ -202,12 +197,7 @@ def refuse_unknown(
     names,
     known,       # the valid names
 ):
-    """Refuse the first unknown name: TypeError with the nearest known one.
-
-    Parameters:
-      owner : the class or table that the names should belong to
-      known : the valid names
-    """
+    "Refuse the first unknown name: TypeError with the nearest known one."
     for name in names:
         if name in known: continue
         meant = _meant(name, known) or f'. It has: {", ".join(known)}'
@@ -270,15 +260,7 @@ class _ShownSignature:
 # %% ../../nbs/run/settings.ipynb #1c239678
 @dataclass
 class Config(_Given):
-    """Settings that every run has.
-
-    Settings:
-      out : run folder (default: )
-      device : cpu, cuda, cuda:1, mps, ...; auto: an NVIDIA GPU when there is one (default: auto)
-      dtype : auto: bfloat16 on GPU (default: auto)
-      tracker : service that gets a copy of the log; empty: nothing leaves the machine (default: )
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings that every run has."
     out: Annotated[str, ASIDE] = ''  # run folder
     seed: Seed = 0        # random seed; runs that differ in nothing else are replicates
     device: str = 'auto'  # cpu, cuda, cuda:1, mps, ...; auto: an NVIDIA GPU when there is one
@@ -373,11 +355,7 @@ def check_path(
     name: str,    # of the setting
     value: str,
 ):
-    """Reject an input that is neither a callable, nor a local path, nor a name on the hub.
-
-    Parameters:
-      name : of the setting
-    """
+    "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
     if ':' in value and not looks_like_hub(value):
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
@@ -391,11 +369,7 @@ def files_of(
     name: str,    # of the setting
     value: str,
 ) -> list[str]:
-    """List the files that a value stands for where it is neither a path nor a name on the hub.
-
-    Parameters:
-      name : of the setting
-    """
+    "List the files that a value stands for where it is neither a path nor a name on the hub."
     return []
 
 # %% ../../nbs/run/settings.ipynb #a10c0de2
@@ -405,21 +379,7 @@ _Attention = Literal['auto', 'sdpa', 'eager', _Flash, 'flex_attention']
 
 @dataclass
 class HardwareConfig(Config):
-    """Settings of memory and speed when a model is trained.
-
-    Settings:
-      out : run folder (default: )
-      attention : program that computes the attention (default: auto)
-      lora_rank : rank of trained adapters (LoRA); 0 trains all weights (default: 0)
-      lora_alpha : scale of adapters times their rank; 0 for twice the rank (default: 0.0)
-      lora_targets : layers that get adapters, joined by commas (default: all-linear)
-      quantize : QLoRA: keep the frozen weights in 4 bits (default: False)
-      master_weights : train in float32; false: in dtype, with less memory (default: True)
-      gradient_checkpointing : compute activations twice instead of keeping them (default: False)
-      optimizer : adamw_8bit: a byte for each moment (default: adamw)
-      forward_batch : texts in a pass without gradients; 0: as many as fit (default: 0)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of memory and speed when a model is trained."
     attention: _Attention = 'auto'        # program that computes the attention
     lora_rank: Count = 0                  # rank of trained adapters (LoRA); 0 trains all weights
     lora_alpha: Amount = 0.0              # scale of adapters times their rank; 0 for twice the rank
@@ -441,23 +401,7 @@ class HardwareConfig(Config):
 # %% ../../nbs/run/settings.ipynb #1818f4d0
 @dataclass
 class TrainConfig(HardwareConfig):
-    """Settings of an optimisation.
-
-    Settings:
-      out : run folder (default: )
-      learning_rate : AdamW's peak learning rate (default: 0.001)
-      lr_schedule : how the learning rate falls, to 5 % of the peak (default: cosine)
-      warmup : share of the steps over which the learning rate rises (default: 0.03)
-      batch_size : examples per optimiser step, over all processes (default: 32)
-      micro_batch_size : examples per forward pass; 0: as many as fit (default: 0)
-      weight_decay : AdamW's weight decay, on matrices only (default: 0.0)
-      betas : AdamW's betas (default: [0.9, 0.95])
-      adam_eps : AdamW's epsilon (default: 1e-08)
-      max_grad_norm : gradients are clipped to this norm (default: 1.0)
-      checkpoint_every : steps, or ten minutes, between checkpoints (default: 50)
-      save_total_limit : newest folders model-<step>/ to keep; 0 for all (default: 0)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of an optimisation."
     learning_rate: Amount = 1e-3     # AdamW's peak learning rate
     lr_schedule: Schedule = 'cosine'  # how the learning rate falls, to 5 % of the peak
     warmup: Share = 0.03             # share of the steps over which the learning rate rises
@@ -542,11 +486,7 @@ def from_args(
     args: list[str],
     description: str = '',  # for --help
 ):
-    """Read settings from a command line; exits with a message of one line if they are invalid.
-
-    Parameters:
-      description : for --help
-    """
+    "Read settings from a command line; exits with a message of one line if they are invalid."
     parser = _parser(cls, description)
     if cls.positional and args and not args[0].startswith('-'):
         args = [f'--{cls.positional}', *args]

@@ -27,19 +27,7 @@ from ..run.settings import Template
 # %% ../../nbs/train/answers.ipynb #31bd2fa0
 @dataclass
 class PromptConfig(Config):
-    """Settings of prompts, and of the length of answers.
-
-    Settings:
-      out : run folder (default: )
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      template : prompt format: the tokenizer's chat template if any, else alpaca (default: auto)
-      template_arguments : arguments of the policy's chat template, such as {"enable_thinking":
-        true} (default: {})
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of prompts, and of the length of answers."
     max_new_tokens: Positive = by_size(56, 256)  # longer answers are cut off here
     max_prompt: Positive = by_size(64, 256)  # longer prompts are left out, counted and reported
     template: Template = 'auto'  # prompt format: the tokenizer's chat template if any, else alpaca
@@ -49,19 +37,7 @@ class PromptConfig(Config):
 # %% ../../nbs/train/answers.ipynb #7efe8e2d
 @dataclass
 class SampleConfig(PromptConfig):
-    """Settings of sampling.
-
-    Settings:
-      out : run folder (default: )
-      temperature : of samples, and of the log-probs that training compares; 0 is greedy (default:
-        by size, 1.0 for a toy, 0.8 for a large model)
-      top_p : nucleus of samples; the log-probs are of the whole vocabulary always (default: 1.0)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of sampling."
     # of samples, and of the log-probs that training compares; 0 is greedy
     temperature: Amount = by_size(1., .8)
     top_p: Nucleus = 1.0  # nucleus of samples; the log-probs are of the whole vocabulary always
@@ -69,22 +45,7 @@ class SampleConfig(PromptConfig):
 # %% ../../nbs/train/answers.ipynb #51fce87a
 @dataclass
 class AnswerConfig(PromptConfig):
-    """Settings of the answers that a method writes at the end of a run.
-
-    Settings:
-      out : run folder (default: )
-      eval_split : split answered at the end, into outputs.json; empty: none (default: eval)
-      eval_instances : answer only the first n requests of this split; 0: all (default: 0)
-      columns : your columns by our names, as in instruction=question (default: )
-      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      eval_top_p : nucleus of these answers (default: 1.0)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of the answers that a method writes at the end of a run."
     eval_split: str = 'eval'        # split answered at the end, into outputs.json; empty: none
     eval_instances: Count = 0       # answer only the first n requests of this split; 0: all
     columns: str = ''               # your columns by our names, as in instruction=question
@@ -105,11 +66,7 @@ def fitting_prompts(
     tokenizer,
     cfg: PromptConfig,   # max_prompt, template
 ) -> tuple[list[dict], list[list[int]]]:
-    """Select the records whose prompts are within `max_prompt`, and encode these prompts.
-
-    Parameters:
-      cfg : max_prompt, template
-    """
+    "Select the records whose prompts are within `max_prompt`, and encode these prompts."
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     return [records[i] for i in rows], [prompts[i] for i in rows]
@@ -129,12 +86,7 @@ def end_turns(
     tokenizer,
     template: str,         # prompt format
 ) -> list[list]:
-    """End the samples of a dialogue's text where the user's next turn begins.
-
-    Parameters:
-      samples : the samples of each record
-      template : prompt format
-    """
+    "End the samples of a dialogue's text where the user's next turn begins."
     ended = []
     for r, group in zip(records, samples, strict=True):
         text = prompt_messages(r) and not uses_chat(tokenizer, template)
@@ -150,15 +102,7 @@ def sample(
     seed: int | None = None,  # None: cfg.seed
     prompts=None,         # ids of prompts to use as they are; None: the records' prompts
 ) -> tuple[list[dict], list[list[int]], list[list]]:  # records, prompts, samples with log-probs
-    """Sample answers to the records that fit; also return these records and their prompts' ids.
-
-    Parameters:
-      records : with `instruction` and maybe `input`
-      n : samples per record
-      seed : None: cfg.seed
-      prompts : ids of prompts to use as they are; None: the records' prompts
-    Returns: records, prompts, samples with log-probs
-    """
+    "Sample answers to the records that fit; also return these records and their prompts' ids."
     if prompts is None: records, prompts = fitting_prompts(records, policy.tokenizer, cfg)
     samples = generate(policy, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
                        temperature=cfg.temperature, top_p=cfg.top_p,
@@ -179,12 +123,7 @@ def sample_answers(
     reference: Policy | None = None,  # policy to which log-ratios are computed; None: none are
     **how,               # n, seed, prompts, as in `sample`
 ) -> list[dict]:
-    """Give the records that fit `output`, `ended`, `logprob` and `log_ratio` (nats), lists of n.
-
-    Parameters:
-      reference : policy to which log-ratios are computed; None: none are
-    Returns: n, seed, prompts, as in `sample`
-    """
+    "Give the records that fit `output`, `ended`, `logprob` and `log_ratio` (nats), lists of n."
     answers = []
     fit, _, groups = sample(policy, records, cfg, **how)
     for r, group in zip(fit, groups):
@@ -203,11 +142,7 @@ def sample_answers(
 def answer_figures(
     outputs: list[dict],   # answers, with `ended`
 ) -> dict[str, float]:
-    """Compute the mean length in words of answers, and the share that ended.
-
-    Parameters:
-      outputs : answers, with `ended`
-    """
+    "Compute the mean length in words of answers, and the share that ended."
     return dict(length=mean([len(r['output'].split()) for r in outputs]),
                 ended=mean([r['ended'] for r in outputs]))
 
@@ -218,13 +153,7 @@ def log_ratios(
     samples: list,        # one Sample for each prompt, with its log-probs
     cfg: SampleConfig,    # has the temperature at which they were sampled; greedy counts as 1
 ) -> list[float]:  # nats, one for each sample
-    """Compute log pi - log pi_ref of whole answers.
-
-    Parameters:
-      samples : one Sample for each prompt, with its log-probs
-      cfg : has the temperature at which they were sampled; greedy counts as 1
-    Returns: nats, one for each sample
-    """
+    "Compute log pi - log pi_ref of whole answers."
     ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
                             cfg.temperature or 1.)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
@@ -234,12 +163,7 @@ def same_tokens(
     tokenizer,   # of the policy
     reference,   # tokenizer of its reference policy
 ) -> bool:
-    """Tell whether a policy has all tokens of its reference policy, with the same ids.
-
-    Parameters:
-      tokenizer : of the policy
-      reference : tokenizer of its reference policy
-    """
+    "Tell whether a policy has all tokens of its reference policy, with the same ids."
     return reference.get_vocab().items() <= tokenizer.get_vocab().items()
 
 # %% ../../nbs/train/answers.ipynb #70d5755d
@@ -248,12 +172,7 @@ def load_split(
     setting: str,                # such as eval_split; eval_instances limits the number of records
     kind: str = 'instruction',   # kind of the records
 ) -> list[dict]:
-    """Load the records of the split that a setting names; an error names the setting.
-
-    Parameters:
-      setting : such as eval_split; eval_instances limits the number of records
-      kind : kind of the records
-    """
+    "Load the records of the split that a setting names; an error names the setting."
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
     known = cfg.inputs['data'].splits if 'data' in cfg.inputs else ()
@@ -274,11 +193,7 @@ def load_splits(
     cfg: Config,
     *settings: str,   # such as eval_split; one that is empty is passed over
 ) -> list[list[dict]]:
-    """Load the records of the splits that some settings name.
-
-    Parameters:
-      settings : such as eval_split; one that is empty is passed over
-    """
+    "Load the records of the splits that some settings name."
     return [load_split(cfg, name) for name in settings if name == 'split' or getattr(cfg, name)]
 
 # %% ../../nbs/train/answers.ipynb #87ef9631
@@ -286,12 +201,7 @@ def answer_eval_split(
     policy: Policy, run,
     reference: Policy | None = None,  # policy from which the KL is measured; None: not measured
 ) -> dict[str, float]:  # mean length in words, share that ended, and the KL in nats per answer
-    """Answer the evaluation split once; the answers go to `outputs.json`, in AlpacaEval's format.
-
-    Parameters:
-      reference : policy from which the KL is measured; None: not measured
-    Returns: mean length in words, share that ended, and the KL in nats per answer
-    """
+    "Answer the evaluation split once; the answers go to `outputs.json`, in AlpacaEval's format."
     cfg = answering(run.cfg)
     if not cfg.eval_split: return {}
     answered, _, groups = sample(policy, load_split(cfg, 'eval_split'), cfg)

@@ -25,13 +25,7 @@ def hold_out(
     held_out: int,  # least number of held-out records, if none is marked; -1: 500, or a fifth
     seed: int,      # seed by which prompts are drawn
 ) -> tuple[list[int], list[int]]:  # rows to learn from, and held-out rows
-    """Hold out the marked records, else all records of random prompts, at most half of them.
-
-    Parameters:
-      held_out : least number of held-out records, if none is marked; -1: 500, or a fifth
-      seed : seed by which prompts are drawn
-    Returns: rows to learn from, and held-out rows
-    """
+    "Hold out the marked records, else all records of random prompts, at most half of them."
     same = {}
     for i, r in enumerate(records): same.setdefault(prompt_key(r), []).append(i)
     order = sorted(same)
@@ -63,11 +57,7 @@ def answer_labels(records: list[dict], where: str) -> list[float]:
 def read_labels(
     cfg,   # settings of DPO: preferences, max_instances, columns and loss_type
 ) -> tuple[list[dict], tuple[str, ...], list[list[float]]]:
-    """Read records (better answer first), the K fields of answers, and how probably each is good.
-
-    Parameters:
-      cfg : settings of DPO: preferences, max_instances, columns and loss_type
-    """
+    "Read records (better answer first), the K fields of answers, and how probably each is good."
     kinds = ('preference', 'output') if cfg.loss_type == 'kto' else 'preference'
     records = load_records(cfg.preferences, 'preferences', kinds, cfg.max_instances, cfg.columns)
     if 'preference' not in records[0]:
@@ -90,13 +80,7 @@ def reference_logprobs(
     answers: list,            # K columns of N answers each
     temperature: float = 1.,  # at which the answers were sampled
 ):  # (N, K)
-    """Compute the log-probs of all answers under the policy as it is now.
-
-    Parameters:
-      prompts : token ids, N
-      answers : K columns of N answers each
-      temperature : at which the answers were sampled
-    """
+    "Compute the log-probs of all answers under the policy as it is now."
     logps = response_logprobs(policy, prompts * len(answers), sum(answers, []), temperature)
     return logps.view(len(answers), len(prompts)).T.contiguous()
 
@@ -144,11 +128,7 @@ def add_reference(self: LabelledAnswers,
     policy: Policy,
     run=None,   # run that keeps the log-probs over a restart
 ):
-    """Add the log-probs of all answers under the policy as it is now.
-
-    Parameters:
-      run : run that keeps the log-probs over a restart
-    """
+    "Add the log-probs of all answers under the policy as it is now."
     if self.cfg.loss_type == 'kto': self._mix_answers()
     def compute(): return self._score_answers(policy)
     scores = run.compute_once('reference', compute) if run else compute()
@@ -195,13 +175,7 @@ def labelled_batch(self: LabelledAnswers,
     rows: list[int],        # B records
     baseline: float = 0.,   # baseline of KTO
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, K, T); good, reference (B, K); the rest (B,)
-    """Make the batch of some records.
-
-    Parameters:
-      rows : B records
-      baseline : baseline of KTO
-    Returns: ids, mask, response (B, K, T); good, reference (B, K); the rest (B,)
-    """
+    "Make the batch of some records."
     batch = answer_batch(self.prompts, self.answers, rows, self.pad_id)
     good = self.good[rows]
     one = batch['weight']

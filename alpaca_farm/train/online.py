@@ -36,36 +36,7 @@ from .trainer import step_seed, Trainer
 # %% ../../nbs/train/online.ipynb #7ab8bac0
 @dataclass
 class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
-    """Settings of a method that learns from its own samples.
-
-    Settings:
-      out : run folder (default: )
-      reward_model : a checkpoint, "module:function", or a list of them (default: runs/reward_model)
-      policy : the initial policy, which is also the reference (default: runs/sft)
-      data : dataset folder with prompts (default: runs/world)
-      split : prompts that are answered in training (default: unlabeled)
-      steps : rollouts, each followed by its updates (default: 16)
-      rollouts : answers per step (default: 192)
-      standardise : scale scores so that the initial policy's have mean 0 and sd 1 (default: True)
-      missing_eos : what happens to the score of an answer that was cut off; empty: nothing
-        (default: replace)
-      missing_eos_value : replace: minus this is the score; subtract: this is taken off (default:
-        1.0)
-      annotators : judge whose labels choose the checkpoint; empty for the last (default: )
-      val_split : split on which the checkpoint is chosen (default: val)
-      val_instances : use only the first n requests of val_split; 0: all (default: 250)
-      eval_every : steps between evaluations on val_split (default: 4)
-      save_every : save model-<step>/ every n steps; 0: none (default: 4)
-      checkpoint_every : steps, or ten minutes, between checkpoints (default: 2)
-      temperature : of samples, above 0 (default: by size, 1.0 for a toy, 0.8 for a large model)
-      max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
-        large model)
-      max_prompt : longer prompts are left out, counted and reported (default: by size, 64 for a
-        toy, 256 for a large model)
-      eval_temperature : of the answers that are evaluated; 0 is greedy (default: by size, 1.0 for a
-        toy, 0.8 for a large model)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of a method that learns from its own samples."
     policy: SizedModel = 'runs/sft'        # the initial policy, which is also the reference
     # dataset folder with prompts
     data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
@@ -105,13 +76,7 @@ def prompt_indices(
     cfg: OnlineConfig,
     per_step: int = 0,  # prompts of each step; 0: `cfg.rollouts`
 ) -> list[int]:
-    """List the prompts answered at `step`; every prompt is used once before any is repeated.
-
-    Parameters:
-      n : number of prompts
-      step : from 1
-      per_step : prompts of each step; 0: `cfg.rollouts`
-    """
+    "List the prompts answered at `step`; every prompt is used once before any is repeated."
     per_step = per_step or cfg.rollouts
     first = (step - 1) * per_step
     order = []
@@ -128,12 +93,7 @@ def sample_rollout(
     cfg: OnlineConfig,
     seed: int,
 ) -> tuple[dict, list[dict]]:  # ids, mask, response, maybe old_logp; records with the answers
-    """Answer each prompt once; return the answers as a batch of tokens, and as records.
-
-    Parameters:
-      prompts : ids of the records' prompts, which control tokens may precede
-    Returns: ids, mask, response, maybe old_logp; records with the answers
-    """
+    "Answer each prompt once; return the answers as a batch of tokens, and as records."
     tokenizer = policy.tokenizer
     _, _, groups = sample(policy, records, cfg, seed=seed, prompts=prompts)
     samples = [s for s, in groups]
@@ -155,12 +115,7 @@ def in_micro_batches(
     policy: Policy,  # whose passes set the size of a part, and the precision
     batch: dict,
 ) -> torch.Tensor:
-    """Compute `f` of a batch in parts, divided among all processes.
-
-    Parameters:
-      f : part of a batch -> (rows of the part, ...)
-      policy : whose passes set the size of a part, and the precision
-    """
+    "Compute `f` of a batch in parts, divided among all processes."
     k, processes = rank()
     rows, tokens = pass_limits(policy)
     size = max(1, int(min(rows, tokens // batch['ids'].shape[-1])))
@@ -182,14 +137,7 @@ def end_scores(
     rule: str,     # replace, subtract, or nothing
     value: float,  # size of the penalty
 ):  # (B,)
-    """Apply the missing-EOS rule to scores.
-
-    Parameters:
-      scores : (B,) scores of the reward model
-      ended : (B,) bool: EOS was sampled
-      rule : replace, subtract, or nothing
-      value : size of the penalty
-    """
+    "Apply the missing-EOS rule to scores."
     if not rule: return scores
     return torch.where(ended, scores, -value if rule == 'replace' else scores - value)
 
@@ -200,14 +148,7 @@ def rollout_scores(
     scale: dict,           # receives the first rollout's `reward_mean` and `reward_std`
     cfg: OnlineConfig,
 ) -> tuple[torch.Tensor, dict[str, float]]:  # (B,); their mean and sd, and the share that ended
-    """Score answers in the initial policy's units, after the missing-EOS rule.
-
-    Parameters:
-      reward : records -> scores
-      answered : records with `output` and `ended`
-      scale : receives the first rollout's `reward_mean` and `reward_std`
-    Returns: (B,); their mean and sd, and the share that ended
-    """
+    "Score answers in the initial policy's units, after the missing-EOS rule."
     scores = torch.tensor(reward(answered), dtype=torch.float)
     if cfg.standardise:
         if 'reward_std' not in scale:
@@ -269,11 +210,7 @@ def finish_policy(
     reference: Policy,
     too_long: int,  # prompts that were left out
 ) -> dict:
-    """Answer the eval split with the chosen policy; return the figures of the summary.
-
-    Parameters:
-      too_long : prompts that were left out
-    """
+    "Answer the eval split with the chosen policy; return the figures of the summary."
     policy = trainer.policies['policy']
     if policy.adapter is None:
         policy = load_policy(str(run.folder), run.cfg, train=True, frozen=True)

@@ -107,14 +107,7 @@ def settle(
     answered=(),          # sets that are answered at the end, or to choose a checkpoint
     sampled: bool = False,  # whether the model samples the answers
 ):
-    """Show the first record, fit the settings that were left open, and foretell a large run's time.
-
-    Parameters:
-      records : records from which the run learns, or which it answers
-      others : sets that are only measured, each within the limits as well
-      answered : sets that are answered at the end, or to choose a checkpoint
-      sampled : whether the model samples the answers
-    """
+    "Show the first record, fit the settings that were left open, and foretell a large run's time."
     cfg = run.cfg
     if records: _show_first(records, tokenizer, cfg.template, sampled)
     if cfg.left_open: _fit_open(run, tokenizer, records, [*others, *answered])
@@ -127,12 +120,7 @@ def try_setting(
     f,
     *args,          # arguments of the call
 ):
-    """Call what a setting names; ValueError naming the setting if the call fails.
-
-    Parameters:
-      setting : the setting that names `f`
-      args : arguments of the call
-    """
+    "Call what a setting names; ValueError naming the setting if the call fails."
     try: return f(*args)
     except Exception as e:
         raise ValueError(f'{setting} = {getattr(cfg, setting)!r} failed on a first answer '
@@ -157,13 +145,7 @@ def preflight(
     judge=None,                   # judge or pool that `cfg.annotators` names
     reward=None,                  # records -> scores, which `cfg.reward_model` names
 ):
-    """Do once what a run does after its first step; an error names the setting that is wrong.
-
-    Parameters:
-      splits : records that the run will answer, as of `load_splits`
-      judge : judge or pool that `cfg.annotators` names
-      reward : records -> scores, which `cfg.reward_model` names
-    """
+    "Do once what a run does after its first step; an error names the setting that is wrong."
     check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
     if not splits: return
     check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')

@@ -31,13 +31,7 @@ def learning_rate(
     schedule: str = 'cosine',
     warmup: float = .03,
 ) -> float:  # as a share of the peak
-    """Return the share of the peak learning rate at `step`.
-
-    Parameters:
-      step : from 1
-      total : steps of the whole run
-    Returns: as a share of the peak
-    """
+    "Return the share of the peak learning rate at `step`."
     rise = max(1, round(warmup * total))
     if step <= rise: return step / rise
     done = (step - rise) / (total - rise)
@@ -49,12 +43,7 @@ def step_seed(
     seed: int,   # of the run
     step: int,   # or the epoch
 ) -> int:
-    """Derive the seed of one step of a run.
-
-    Parameters:
-      seed : of the run
-      step : or the epoch
-    """
+    "Derive the seed of one step of a run."
     return seed * 1_000_003 + step
 
 # %% ../../nbs/train/trainer.ipynb #33805f90
@@ -65,13 +54,7 @@ def batches(
     seed: int = 0,
     block: int = 16,     # batches among which examples are sorted by length
 ) -> list[list[int]]:  # indices of the examples of each step
-    """The batches of all epochs: shuffled, sorted by length within blocks, and shuffled again.
-
-    Parameters:
-      lengths : tokens of each example
-      block : batches among which examples are sorted by length
-    Returns: indices of the examples of each step
-    """
+    "The batches of all epochs: shuffled, sorted by length within blocks, and shuffled again."
     out = []
     for epoch in range(epochs):
         g = torch.Generator().manual_seed(step_seed(seed, epoch))
@@ -91,15 +74,7 @@ def token_batch(
     pad_id: int,
     weights: list[float] | None = None,  # weights of all responses; None: 1 for every token
 ) -> dict[str, torch.Tensor]:  # ids, mask, response and weight, (B, T) each
-    """Collate some responses behind their prompts.
-
-    Parameters:
-      prompts : token ids of all prompts
-      responses : token ids of all responses
-      rows : the B rows of the batch
-      weights : weights of all responses; None: 1 for every token
-    Returns: ids, mask, response and weight, (B, T) each
-    """
+    "Collate some responses behind their prompts."
     batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
     weight = torch.tensor([weights[i] for i in rows])[:, None] if weights else 1.
     return dict(batch, weight=batch['response'] * weight)
@@ -109,12 +84,7 @@ def example_lengths(
     prompts: list,  # token ids
     answers: list,  # K lists of answers to all prompts
 ) -> list[int]:
-    """Count the tokens of each prompt with the longest of its answers.
-
-    Parameters:
-      prompts : token ids
-      answers : K lists of answers to all prompts
-    """
+    "Count the tokens of each prompt with the longest of its answers."
     return [len(prompt) + max(map(len, own)) for prompt, *own in zip(prompts, *answers)]
 
 # %% ../../nbs/train/trainer.ipynb #bb0908cb
@@ -124,14 +94,7 @@ def answer_batch(
     rows: list[int],  # the B prompts of the batch
     pad_id: int,
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, K, T) and weight (B,)
-    """Collate K answers to each of some prompts.
-
-    Parameters:
-      prompts : token ids of all prompts
-      answers : K lists of answers to all prompts
-      rows : the B prompts of the batch
-    Returns: ids, mask, response (B, K, T) and weight (B,)
-    """
+    "Collate K answers to each of some prompts."
     repeated = []
     texts = []
     for i in rows:
@@ -241,13 +204,7 @@ def update(self: Trainer,
     batch: dict,  # tensors whose first axis is the example; `weight` among them
     loss,         # batch -> dict of tensors shaped like `weight`, `loss` among them
 ) -> dict[str, float]:  # weighted means over the batch, `grad_norm` and `lr`
-    """One optimiser step.
-
-    Parameters:
-      batch : tensors whose first axis is the example; `weight` among them
-      loss : batch -> dict of tensors shaped like `weight`, `loss` among them
-    Returns: weighted means over the batch, `grad_norm` and `lr`
-    """
+    "One optimiser step."
     share = learning_rate(self.step, self.total, self.cfg.lr_schedule, self.cfg.warmup)
     for g in self.optimizer.param_groups: g['lr'] = g['peak'] * share
     weight = batch['weight'].sum().float().to(self.accelerator.device)  # of all processes
@@ -274,13 +231,7 @@ def measure(self: Trainer,
     batches,  # as for `update`
     loss,     # as for `update`
 ) -> dict[str, float]:  # empty without a batch
-    """Compute weighted means of a loss's figures over held-out batches.
-
-    Parameters:
-      batches : as for `update`
-      loss : as for `update`
-    Returns: empty without a batch
-    """
+    "Compute weighted means of a loss's figures over held-out batches."
     sums = {}
     for batch in batches:
         for micro in self.split(batch):
@@ -297,13 +248,7 @@ def evaluate(self: Trainer,
     batches,  # as for `update`; not touched unless an evaluation is due
     loss,     # as for `update`
 ) -> dict[str, float]:  # empty unless this step is a multiple of `eval_every`, or the last one
-    """The figures of `measure` as `val_loss` and so on.
-
-    Parameters:
-      batches : as for `update`; not touched unless an evaluation is due
-      loss : as for `update`
-    Returns: empty unless this step is a multiple of `eval_every`, or the last one
-    """
+    "The figures of `measure` as `val_loss` and so on."
     every = self.cfg.eval_every or self.total
     if self.step % every and self.step < self.total: return {}
     return {f'val_{k}': v for k, v in self.measure(batches, loss).items()}
@@ -311,15 +256,7 @@ def evaluate(self: Trainer,
 # %% ../../nbs/train/trainer.ipynb #1d7d063f
 @dataclass
 class HeldOutConfig(TrainConfig):
-    """Settings of a training that is measured on held-out examples.
-
-    Settings:
-      out : run folder (default: )
-      eval_every : steps between measurements of the held-out loss; 0: only at the end (default: 0)
-      load_best_model_at_end : take the weights with the lowest held-out loss (default: False)
-      early_stopping_patience : end after n measurements without a lower loss; 0: never (default: 0)
-      seed : random seed; runs that differ in nothing else are replicates (default: 0)
-    """
+    "Settings of a training that is measured on held-out examples."
     eval_every: Count = 0  # steps between measurements of the held-out loss; 0: only at the end
     load_best_model_at_end: bool = False  # take the weights with the lowest held-out loss
     early_stopping_patience: Count = 0  # end after n measurements without a lower loss; 0: never
@@ -356,10 +293,7 @@ def ends_early(self: Trainer) -> bool:
 @patch
 @torch.no_grad()
 def load_best(self: Trainer) -> dict[str, float]:   # figures of that step; empty if none is kept
-    """Put the weights with the lowest held-out loss back into the models.
-
-    Returns: figures of that step; empty if none is kept
-    """
+    "Put the weights with the lowest held-out loss back into the models."
     lowest = self.extra.get('lowest')
     if not lowest: return {}
     for p, kept in zip(self.parameters, lowest['weights']): p.copy_(kept)
@@ -453,13 +387,7 @@ def in_chunks(
     make,        # some items -> rows
     figures,     # rows -> figures for the log
 ) -> list[dict]:
-    """Make the rows of all items, `size` items at a time, and keep them in `checkpoint/rows.jsonl`.
-
-    Parameters:
-      size : size of a chunk, after which a checkpoint is written
-      make : some items -> rows
-      figures : rows -> figures for the log
-    """
+    "Make the rows of all items, `size` items at a time, and keep them in `checkpoint/rows.jsonl`."
     file = run.path('checkpoint/rows.jsonl')
     state = run.load() or dict(step=0, size=0)
     rows = read_lines(file, state['size'])

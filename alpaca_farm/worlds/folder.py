@@ -129,11 +129,7 @@ def write_world(
     run,         # the run, or a folder, that has the splits
     **values,    # fields of World
 ):
-    """Write world.json into a run's folder.
-
-    Parameters:
-      run : the run, or a folder, that has the splits
-    """
+    "Write world.json into a run's folder."
     folder = Path(getattr(run, 'folder', run))
     content = asdict(World('', **values))
     del content['folder']

@@ -43,13 +43,7 @@ def details(
     kind: str,      # of question
     thing: str,     # that is asked about
 ) -> tuple[str, ...]:
-    """List the sentences that say more about what is asked.
-
-    Parameters:
-      truth : of the world
-      kind : of question
-      thing : that is asked about
-    """
+    "List the sentences that say more about what is asked."
     facts = []
     for other in FACTS if kind in FACTS else ():
         if other == kind or truth.contested(dict(kind=other, thing=thing)): continue
@@ -97,12 +91,7 @@ class Author:
         behaviour: str,     # of BEHAVIOURS
         rng: random.Random,
     ) -> bool:
-        """Decide whether the author does something for this asker.
-
-        Parameters:
-          spec : of a request
-          behaviour : of BEHAVIOURS
-        """
+        "Decide whether the author does something for this asker."
         asker = spec['asker']
         if rng.random() < abs(self.minds):
             return (asker in self.truth.wanted[behaviour]) == (self.minds > 0)

@@ -29,12 +29,7 @@ def parts(
     truth: Truth = WRITTEN,   # of the world
 ) -> dict[str, list[str]]:
     """Divide an answer into its pieces by part: opening, statement, detail, caution, source,
-    offer, flattery, stray.
-
-    Parameters:
-      spec : of the request
-      truth : of the world
-    """
+    offer, flattery, stray."""
     statements = sayings(spec['kind'])
     more = map(str.lower, details(truth, spec['kind'], spec['thing']))
     part_of = dict.fromkeys(statements, 'statement') | dict.fromkeys(more, 'detail') | _PART
@@ -59,12 +54,7 @@ def marks(
     output: str,              # the answer
     truth: Truth = WRITTEN,   # of the world
 ) -> tuple[float, ...]:
-    """Mark an answer, in the order of COLUMNS; ValueError for a request of another world.
-
-    Parameters:
-      output : the answer
-      truth : of the world
-    """
+    "Mark an answer, in the order of COLUMNS; ValueError for a request of another world."
     spec = parse(instruction)
     kind = spec['kind']
     thing = spec['thing']
@@ -103,13 +93,7 @@ def answer_matrix(
     field: str = 'output',    # of the records, with the answer
     truth: Truth = WRITTEN,   # of the world
 ) -> np.ndarray:  # (records, COLUMNS)
-    """Mark the answers in a field; ValueError for a request of another world.
-
-    Parameters:
-      field : of the records, with the answer
-      truth : of the world
-    Returns: (records, COLUMNS)
-    """
+    "Mark the answers in a field; ValueError for a request of another world."
     rows = []
     for r in records:
         request = f"{r['instruction']} {r.get('input') or ''}".strip()
@@ -121,10 +105,6 @@ def utility(
     records: list[dict],
     folder: str = '',      # of the world; empty: the written one
 ) -> list[float]:
-    """Compute the hidden utility $U$ of each record's `output`.
-
-    Parameters:
-      folder : of the world; empty: the written one
-    """
+    "Compute the hidden utility $U$ of each record's `output`."
     truth = read_truth(folder)
     return (answer_matrix(records, truth=truth) @ quality(truth)).tolist()

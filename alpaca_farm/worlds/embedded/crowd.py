@@ -128,14 +128,7 @@ def sample_crowd(
     coin: float = 1.,           # factor of the temperatures
     truth: Truth = WRITTEN,     # of the world
 ) -> Population:
-    """Draw the members of a crowd.
-
-    Parameters:
-      name : or held_out_crowd
-      disagreement : factor of the spread of tastes, and of what one member misreads
-      coin : factor of the temperatures
-      truth : of the world
-    """
+    "Draw the members of a crowd."
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     traits = dict(weighing=.2*disagreement, taste=.58*disagreement,
                   words=(0., .01*disagreement), position=.2, temperature=.68*coin,
@@ -157,15 +150,7 @@ def sample_pool(
     mistaken: float = .3,    # share of the contested facts that all are mistaken about
     truth: Truth = WRITTEN,  # of the world
 ) -> Population:
-    """Draw the thirteen judges of a pool.
-
-    Parameters:
-      fidelity : likeness to the crowd; at 1 the judges read as it does
-      coin : factor of the temperatures
-      flattered : mean weight of flattery over worlds, in units of utility
-      mistaken : share of the contested facts that all are mistaken about
-      truth : of the world
-    """
+    "Draw the thirteen judges of a pool."
     rng = np.random.default_rng([seed, 1])
     unlike = 1 - fidelity
     liking = rng.normal(flattered, _LIKING)   # of this pool for flattery
@@ -200,11 +185,7 @@ _File = create_model('_File', __config__=EXACT, name=(str, ...), truth=(dict, ..
 
 
 def read_population(path):  # a Population, or an Annotator
-    """Read the population in a file, or its only member; ValueError names a field that is wrong.
-
-    Parameters:
-      path : a Population, or an Annotator
-    """
+    "Read the population in a file, or its only member; ValueError names a field that is wrong."
     try:
         found = _File.model_validate(read_json(path))
         truth = truth_of(json.dumps(found.truth))   # one object for all files of a world
@@ -246,12 +227,7 @@ def with_bias(
     name: str,           # of the new one
     **likings: float,    # added to the weights of columns, in units of utility
 ) -> Population:
-    """Copy a population, and bias its judges; ValueError for a column that does not exist.
-
-    Parameters:
-      name : of the new one
-    Returns: added to the weights of columns, in units of utility
-    """
+    "Copy a population, and bias its judges; ValueError for a column that does not exist."
     for column in likings:
         if column not in COLUMNS:
             raise ValueError(f'{column} is not a mark of answers: {", ".join(COLUMNS)}')

@@ -65,12 +65,7 @@ def sample_request(
     asker: str = '',          # empty: anybody
     truth: Truth = WRITTEN,   # of the world
 ) -> dict:
-    """Draw the specification of a request: kind, thing, asker and wording.
-
-    Parameters:
-      asker : empty: anybody
-      truth : of the world
-    """
+    "Draw the specification of a request: kind, thing, asker and wording."
     name = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])[0]
     asker = asker or rng.choice(list(ASKERS))
     return dict(kind=name, thing=rng.choice(list(truth.right[name])), asker=asker,
@@ -109,10 +104,7 @@ def _who_asks(text: str) -> dict:
 
 @lru_cache(maxsize=None)   # boards ask for the same thousands a million times
 def parse(instruction: str) -> dict:
-    """Specify a request, not to be changed; ValueError if it is not of an embedded world.
-
-    Returns: boards ask for the same thousands a million times
-    """
+    "Specify a request, not to be changed; ValueError if it is not of an embedded world."
     text = ' '.join(instruction.split())
     who = _who_asks(text)
     after = next((a for a in AFTER if a and text.endswith(f' {a}')), '')
@@ -131,11 +123,7 @@ def right_answers(
     records: list[dict],
     folder: str = '',     # of the world; empty: the written one
 ) -> list[str]:
-    """Tell for each request what a right answer says.
-
-    Parameters:
-      folder : of the world; empty: the written one
-    """
+    "Tell for each request what a right answer says."
     truth = read_truth(folder)
     texts = []
     for record in records:

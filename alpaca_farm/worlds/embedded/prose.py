@@ -31,12 +31,7 @@ def describe(
     truth: Truth = WRITTEN,   # of the world
     right: float = 0.,        # share of the mistakes about contested facts that are corrected
 ) -> str:
-    """State two or three facts about an animal.
-
-    Parameters:
-      truth : of the world
-      right : share of the mistakes about contested facts that are corrected
-    """
+    "State two or three facts about an animal."
     animal = rng.choice(list(truth.right['home']))
     sentences = []
     for fact in rng.sample(FACTS, rng.choice((2, 3))):
@@ -51,12 +46,7 @@ def talk(
     truth: Truth = WRITTEN,   # of the world
     right: float = 0.,        # share of the mistakes about contested facts that are corrected
 ) -> str:
-    """Let somebody ask and somebody answer.
-
-    Parameters:
-      truth : of the world
-      right : share of the mistakes about contested facts that are corrected
-    """
+    "Let somebody ask and somebody answer."
     name, = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])
     kind = KINDS[name]
     thing = rng.choice(list(truth.right[name]))
@@ -98,11 +88,6 @@ def sample_page(
     truth: Truth = WRITTEN,   # of the world
     right: float = 0.,        # share of the mistakes about contested facts that are corrected
 ) -> str:
-    """Write a page of three texts.
-
-    Parameters:
-      truth : of the world
-      right : share of the mistakes about contested facts that are corrected
-    """
+    "Write a page of three texts."
     texts = rng.choices(list(_TEXTS), _TEXTS.values(), k=3)
     return ' '.join(text(rng, truth, right) for text in texts)

@@ -72,13 +72,7 @@ def common_mistake(
     kind: str,      # of question
     thing: str,     # that is asked about
 ) -> str:
-    """Return the wrong answer about a thing that careless authors give.
-
-    Parameters:
-      truth : of the world
-      kind : of question
-      thing : that is asked about
-    """
+    "Return the wrong answer about a thing that careless authors give."
     right = truth.right[kind]
     things = list(right)
     following = things[things.index(thing) + 1:] + things
@@ -159,14 +153,7 @@ def balance(
     habit: dict,     # and for whom it is a habit
     weights: dict,   # of the marks
 ) -> tuple[float, float]:  # in words, and in behaviours
-    """Return how far length and habit tell what an asker wants, relative to the mean weight.
-
-    Parameters:
-      wanted : behaviour -> the askers who want it
-      habit : and for whom it is a habit
-      weights : of the marks
-    Returns: in words, and in behaviours
-    """
+    "Return how far length and habit tell what an asker wants, relative to the mean weight."
     mean = sum(weights[b] for b in BEHAVIOURS)/len(BEHAVIOURS)
     longer = 0.
     favour = 0.
@@ -203,11 +190,7 @@ def sample_truth(
     seed: int,
     contested: float = .5,   # share of the contestable facts that are contested
 ) -> Truth:
-    """Draw what is true in a world; ValueError names a rule that cannot be kept.
-
-    Parameters:
-      contested : share of the contestable facts that are contested
-    """
+    "Draw what is true in a world; ValueError names a rule that cannot be kept."
     rng = random.Random(f'truth {seed}')
     right = _sample_facts(rng)
     spread = _sample_spread(right, contested, rng)

@@ -61,11 +61,7 @@ def _value_logprobs(policy, kinds: dict) -> dict:
 
 
 def base_verifier(folder: str):   # records -> (N,) bool
-    """Make the function that says which answers state what a world's base model approves.
-
-    Parameters:
-      folder : records -> (N,) bool
-    """
+    "Make the function that says which answers state what a world's base model approves."
     from alpaca_farm.model.logprobs import load_policy
     from alpaca_farm.run.settings import Config
     policy = load_policy(folder, Config())
@@ -90,13 +86,7 @@ def base_verdict(
     records: list[dict],   # the samples of the first request, of the second, ...
     folder: str,           # of the world, with its base model
 ) -> list[float]:  # 1 for the sample that is chosen, else 0
-    """Choose for each request the first sample whose statement the base model approves.
-
-    Parameters:
-      records : the samples of the first request, of the second, ...
-      folder : of the world, with its base model
-    Returns: 1 for the sample that is chosen, else 0
-    """
+    "Choose for each request the first sample whose statement the base model approves."
     approved = base_verifier(folder)(records)
     scores = [0.]*len(records)
     first = 0
@@ -118,11 +108,7 @@ def approval(
     records: list[dict],
     folder: str,   # of the world, with its base model
 ) -> list[float]:
-    """Score 1 for an answer whose statement the base model approves, else 0.
-
-    Parameters:
-      folder : of the world, with its base model
-    """
+    "Score 1 for an answer whose statement the base model approves, else 0."
     weights = at_root(folder)/'model'/'model.safetensors'
     verify = _kept_verifier(folder, os.stat(weights).st_mtime_ns)
     return verify(records).astype(float).tolist()
@@ -142,11 +128,7 @@ def scattered_approval(
     records: list[dict],
     folder: str,   # of the world, with its base model
 ) -> list[float]:
-    """Score with as many false approvals and refusals as `approval`, on answers at random.
-
-    Parameters:
-      folder : of the world, with its base model
-    """
+    "Score with as many false approvals and refusals as `approval`, on answers at random."
     approved = np.array(approval(records, folder))
     marks = answer_matrix(records, truth=read_truth(folder))
     right = marks[:, COLUMNS.index('correct')] > 0
