@@ -65,14 +65,16 @@ def _with_invented(values, ends) -> tuple[np.ndarray, np.ndarray]:
 
 # %% ../../nbs/boards/corrected.ipynb #f86b3a3d
 def correct_mean(
-    labels, judge, others,   # as of `ppi_mean`
+    labels,  # (..., n) in [0, 1]
+    judge,   # (..., n) in [0, 1], on the same requests
+    others,  # (..., M) in [0, 1], the judge's on other requests, of which there may be none
 ) -> Corrected:
     """Correct the mean of labels, with a 95 % interval that holds for few labels.
 
     Parameters:
-      labels : as of `ppi_mean`
-      judge : as of `ppi_mean`
-      others : as of `ppi_mean`
+      labels : (..., n) in [0, 1]
+      judge : (..., n) in [0, 1], on the same requests
+      others : (..., M) in [0, 1], the judge's on other requests, of which there may be none
     """
     from scipy.special import stdtrit
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
@@ -312,13 +314,13 @@ def explain_win_rate(
 def people_difference(
     first: tuple,   # (preferences, labels) as of `people_win_rate`
     second: tuple,  # the same of another policy
-) -> Interval | None:  # in points; None with fewer than ten requests labelled for both
+) -> Interval | None:  # in points; None for duels, or under ten requests labelled for both
     """Correct the second win rate minus the first.
 
     Parameters:
       first : (preferences, labels) as of `people_win_rate`
       second : the same of another policy
-    Returns: in points; None with fewer than ten requests labelled for both
+    Returns: in points; None for duels, or under ten requests labelled for both
     """
     f, one = first
     g, two = second

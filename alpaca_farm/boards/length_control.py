@@ -53,7 +53,7 @@ def _difficulty(
     preferences,   # (M, N) of models by requests, nan without a label
     length_terms,  # (M, N) of `length_term`
 ) -> np.ndarray | None:  # (N,) with mean 0 and standard deviation 1
-    "Estimate how hard each request is at equal length; None with fewer than five models."
+    "Estimate how hard requests are at equal length; None below five models whose labels differ."
     from scipy.sparse import lil_array
     p = np.asarray(preferences, dtype=float)
     informative = np.nanstd(p, axis=1) > 1e-9

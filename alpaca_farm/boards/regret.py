@@ -89,9 +89,10 @@ def weigh_duels(
     won = np.where(votes > 0, rates[one, other], .5)
 
     beliefs = prior
-    for _ in range(4):
-        # votes as normal around the mean: of what `apart` is, and how surely
-        apart = sides @ beliefs.mean()
+    apart = sides @ prior.mean()
+    for _ in range(8):
+        # votes as normal around `apart`, which nears the mean, and how surely
+        apart = apart + np.clip(sides @ beliefs.mean() - apart, -2, 2)   # else it can run away
         chance = expit(apart)
         sureness = votes*chance*(1 - chance)
         surprise = votes*(won - chance)

@@ -82,10 +82,7 @@ def _why_left_out(record):
     "Say why a labelled record is not used; empty if it is."
     if record.get('status') == 'discarded' or is_true(record.get('was_cancelled')):
         return 'votes were discarded by the people who gave them'   # in Argilla and Label Studio
-    label = record.get('preference', 1.5)
-    if label is None: return 'pairs have no label'
-    if label != 1.5 and record.get('output_1') == record.get('output_2'):
-        return 'pairs have two equal answers, but a label that says one is better'
+    if record.get('preference', 1.5) is None: return 'pairs have no label'
     return ''
 
 # %% ../../nbs/judging/label_files.ipynb #20717256
@@ -136,11 +133,14 @@ def _read_labelled_pairs(rows, where, pairs):
     for i, record in enumerate(as_records(rows, where, ('preference', 'pair'))):
         at = f'{where}, row {i}'
         why = _why_left_out(record)
+        if not why:
+            votes = _votes_of(record, rows[i], at)
+            pair = _read_pair(record, at)
+            if {1, 2} & {*votes.values()} and pair['output_1'] == pair['output_2']:
+                why = 'pairs have two equal answers, but a label that says one is better'
         if why:
             left_out[why] += 1
             continue
-        votes = _votes_of(record, rows[i], at)
-        pair = _read_pair(record, at)
         key = pair.get('idx'), *pair_identity(pair)   # in either order
         merged = pairs.setdefault(key, dict(pair, votes={}))
         exchanged = plain_lines(pair['output_1']) != plain_lines(merged['output_1'])
@@ -276,7 +276,7 @@ def recorded_verdicts(
     file: str,       # verdicts of one or several judges
     pattern: str,    # names of the judges to take, as `GPT-4*`; all when empty
     sets: dict,      # labelled pairs by the name of the set
-    pool: str = '',  # one name for all judges of the file if no two of them compared the same pair
+    pool: str = '',  # one name for all judges of the file if no pair has two verdicts in one order
 ) -> dict:  # {(set, judge): Verdicts}
     """Read the verdicts in a file on the pairs of sets; ValueError if there are none.
 
@@ -284,7 +284,7 @@ def recorded_verdicts(
       file : verdicts of one or several judges
       pattern : names of the judges to take, as `GPT-4*`; all when empty
       sets : labelled pairs by the name of the set
-      pool : one name for all judges of the file if no two of them compared the same pair
+      pool : one name for all judges of the file if no pair has two verdicts in one order
     Returns: {(set, judge): Verdicts}
     """
     rows = [r for r in _read_verdicts(file) if fnmatch(r['judge'], pattern or '*')]

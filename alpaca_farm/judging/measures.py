@@ -194,11 +194,12 @@ def _krippendorff_alpha(
 
 # %% ../../nbs/judging/measures.ipynb #08d14fe8
 class PairTraits(NamedTuple):
-    "What the measures need to know of pairs besides the votes; all arrays are (pairs, ...)."
+    "What the measures need to know of pairs besides their votes; all arrays are (pairs, ...)."
     longer: np.ndarray   # above 0 where only output_2 is clearly longer
     list: np.ndarray     # above 0 where only output_2 has a list
     models: np.ndarray   # (pairs, 2) numbers of the two models; (pairs, 0) without names
     orders: np.ndarray   # (pairs, 4) coins: the order in which each of four votes is cast
+    ties: np.ndarray     # (pairs,) bool: people vote for ties, on this or another pair of the set
 
     def at(self, i):
         "Select the traits of some pairs, by number."
@@ -215,7 +216,9 @@ def pair_traits(pairs: list[dict], seed: int = 0) -> PairTraits:
     for i, k in np.ndindex(orders.shape):
         orders[i, k] = _vote_order(pairs[i], k, seed)
     models = models.reshape(len(pairs), -1)
-    return PairTraits(length_sign(pairs), _list_sign(pairs), models, orders)
+    ties = any(1.5 in p.get('votes', {}).values() for p in pairs)
+    return PairTraits(
+        length_sign(pairs), _list_sign(pairs), models, orders, np.full(len(pairs), ties))
 
 # %% ../../nbs/judging/measures.ipynb #cc5e3a0c
 def _win_shares(
@@ -295,8 +298,7 @@ def judge_measures(
     shares = counts/np.maximum(counts.sum(0), 1)   # so that all pairs weigh the same
     table = shares @ mode.T                        # of the judge's class and the people's
     hits = (shares*mode).sum(0)
-    if not (people == 1.5).any():   # a tie is half right where nobody else casts one
-        hits += shares[1]*mode.sum(0)/2
+    hits += ~traits.ties*shares[1]*mode.sum(0)/2   # half right where nobody else casts one
     decided = mode[[0, 2]].max(0) == 1
     raters = np.vstack([people, four[:1]])
     longer = _feature_preference(every, traits.longer)
@@ -333,6 +335,7 @@ def people_measures(people, traits: PairTraits) -> dict:
 
 # %% ../../nbs/judging/measures.ipynb #7ff375a0
 FEWEST = 10  # number of requests that an interval needs
+_NO_SHARES = 'kappa', 'alpha', 'longer_diff', 'spearman'
 
 
 def bootstrap_measures(
@@ -366,7 +369,9 @@ def bootstrap_measures(
         high = math.nan
         if known and not math.isnan(value):
             low, high = np.quantile(known, [.025, .975]).tolist()
-            if low == high and value in (0, 1):   # all alike: no draw differs
+            if low == high and name in _NO_SHARES:   # all alike: no draw differs
+                low = high = math.nan
+            elif low == high and value in (0, 1):
                 _, low, high = wilson(value*len(groups), len(groups))
         intervals[name] = Interval(value, low, high)
     return intervals

@@ -52,3 +52,11 @@ def test_equal_answers_know_a_rate_better():
         drawn = regret.draw_win_rates(regret.weigh_duels(rates, counts, equal, np.array([.6]), 100))
         spreads.append(drawn[:, 1].std())
     assert spreads[1] < .8*spreads[0]
+
+
+@pytest.mark.parametrize('said', [.05, .95])
+def test_many_votes_overrule_a_very_wrong_judge(said):
+    "All methods are as good as SFT, and the estimate does not run away from the judge's rates."
+    rates = np.full((4, 4), .5)
+    found = regret.weigh_duels(rates, 60*(1 - np.eye(4)), np.eye(4), np.full(3, said), 1000)
+    assert expit(found.mean()) == pytest.approx(.5, abs=.03)
