@@ -43,8 +43,9 @@ fast: .venv/ready        ## before a commit, in a minute: exports, parameters ce
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' tests/fast
 
-test: .venv/ready        ## all tests, two files at a time
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 30 tests
+test: .venv/ready        ## all tests, two files at a time, the slow files first
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 30 \
+		tests/slow tests/gpu tests/fast
 
 # The last TRL, and the last with PPO, each in a folder of its own: .venv stays as it is.
 bench: .venv/ready       ## what TRL and alpaca-eval take over what we take, in ten minutes on two cores

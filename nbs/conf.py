@@ -9,9 +9,10 @@ from pathlib import Path
 
 from fastcore.docments import docments
 
+import alpaca_farm
 from alpaca_farm.run.settings import Config, explained
 
-sys.path.insert(0, str(Path(__file__).parents[2]/'tools'))   # from _docs/source
+sys.path.insert(0, str(Path(alpaca_farm.__file__).parents[1]/'tools'))   # of the checkout
 from docstrings import comments_of
 
 empty = Parameter.empty
