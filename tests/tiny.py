@@ -112,11 +112,18 @@ def run(notebook, base, out, **more):
     return main(notebook)(config(notebook, **settings(notebook, base, out=str(out)) | more))
 
 
-def run_here(jobs, *_):
-    "`run_jobs` in this process."
+def run_here(jobs, *_, **__):
+    "`run_jobs` in this process, in the order given."
     for job in jobs:
         main(job.notebook)(config(job.notebook, out=job.out, **job.settings))
     return []
+
+
+def run_with_its_jobs(*arguments):
+    "`run_job` whose notebook makes the runs that it asks for in its own process, which is faster."
+    from alpaca_farm.run import execution, jobs
+    jobs.run_jobs = run_here
+    execution.run_job(*arguments)
 
 
 def show_results(notebook, cfg):
@@ -183,11 +190,12 @@ def given(words):
     return settings | dict(said['parameters'] + said['parameters_raw'])
 
 
-def run_notebook(notebook, executed, given):
+def run_notebook(notebook, executed, given, with_its_jobs=False):
     "Exit status and output of a notebook in a process forked as the farm's are."
     from alpaca_farm.run.execution import run_job, start_process
     log = Path(executed).with_suffix('.txt')
-    call = start_process(run_job, Path(notebook), Path(executed), given, log, ROOT, {})
+    run = run_with_its_jobs if with_its_jobs else run_job
+    call = start_process(run, Path(notebook), Path(executed), given, log, ROOT, {})
     error = call.exception()
     return error is not None, f'{log.read_text()}{error or ""}'
 

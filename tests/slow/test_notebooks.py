@@ -200,7 +200,8 @@ def studied(made, sizes):
         for name in names:
             given = (STUDIES | TOUR)[name] | where_of(name, folder, sizes)
             notebook = name if name in TOUR else f'studies/{name}'
-            ends[name] = forked(notebook, folder/f'{name}.ipynb', given)
+            ends[name] = tiny.run_notebook(notebook_path(notebook), folder/f'{name}.ipynb', given,
+                                           with_its_jobs=True)
         return ends
 
     others = [name for name in STUDIES | TOUR if name not in IN_ORDER]
