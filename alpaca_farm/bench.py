@@ -89,8 +89,9 @@ class Compared(NamedTuple):
 def _is_loss(found) -> bool:
     "Tell a loss, of margins and beta, from an advantage, of rewards."
     if isinstance(found, (Loss, Advantage)): return isinstance(found, Loss)
-    needed = [p for p in inspect.signature(found).parameters.values() if p.default is p.empty]
-    return len(needed) > 1
+    parameters = inspect.signature(found).parameters
+    needed = [p for p in parameters.values() if p.default is p.empty]
+    return 'beta' in parameters or len(needed) > 1
 
 
 def _named_plan(method: str) -> Compared:

@@ -8,6 +8,7 @@ __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'farm_world', 'population', 'name
 # %% ../nbs/farm.ipynb #e2ff0440
 import os, time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -198,15 +199,15 @@ def _label_settings(cfg: FarmConfig, name: str, world: World, sizes: dict) -> di
     return dict(annotators=spec) | flips | world.asking
 
 # %% ../nbs/farm.ipynb #ba67da2d
-def _policy_jobs(cfg: FarmConfig, world: World, jobs: list[Job], machine: dict) -> list[Job]:
-    "The runs in which outside policies answer."
-    sft = world.model if world.policy else f'{cfg.runs}/sft'
-    asked = dict(data=world.folder, reference=sft, seed=cfg.seed, **machine)
-    made = {job.out for job in jobs}
+def _policy_jobs(cfg: FarmConfig, jobs: list[Job]) -> list[Job]:
+    "The runs in which outside policies answer, with the settings of the reference's answers."
+    references = next(job for job in jobs if Path(job.out).name == 'references')
+    asked = dict(references.settings)
+    asked['reference'] = asked.pop('policy')
     found = []
     for name, policy in policy_names(cfg.policies, RUNS).items():
         job = policy_run(name, policy, cfg.runs, **asked)
-        job.needs = [path for path in (world.folder, sft) if path in made]
+        job.needs = references.needs
         found.append(job)
     return found
 
@@ -235,7 +236,7 @@ def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
         made = {j.out for j in jobs}
         job.needs = [path for path in given.values() if path in made]
         jobs.append(job)
-    return jobs if replicate else jobs + _policy_jobs(cfg, world, jobs, machine)
+    return jobs if replicate else jobs + _policy_jobs(cfg, jobs)
 
 # %% ../nbs/farm.ipynb #8deb72f2
 def _board_judges(cfg: FarmConfig, world: World) -> dict:

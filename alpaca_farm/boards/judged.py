@@ -99,7 +99,7 @@ def policy_run(
       folder : of the run
       settings : of `best_of_n`: what is answered and how, and the reference policy
     """
-    given = dict(settings, policy=policy, n=1, reward_model='')
+    given = settings | dict(policy=policy, n=1, reward_model='')
     return Job(f'{folder}/answers_{name}', 'best_of_n', given, [], 5)
 
 # %% ../../nbs/boards/judged.ipynb #3ae0639a

@@ -14,6 +14,9 @@ from alpaca_farm.run.settings import from_args
 def squared_hinge(h, beta): return torch.relu(1 - beta*h)**2
 
 
+def linear(h, beta=.1): return -beta*h
+
+
 def above_median(group): return group - group.median(1, keepdim=True).values
 
 
@@ -21,7 +24,7 @@ OWN = Loss('of mean log-probs', squared_hinge, mean=True)
 
 
 @pytest.mark.parametrize('name, kind, run', [
-    ('squared_hinge', 'loss', 'dpo'), ('OWN', 'loss', 'dpo'),
+    ('squared_hinge', 'loss', 'dpo'), ('linear', 'loss', 'dpo'), ('OWN', 'loss', 'dpo'),
     ('above_median', 'advantage', 'rloo')])
 def test_a_function_is_told_apart_by_what_it_takes(name, kind, run):
     planned = plan(f'{__name__}:{name}', {})

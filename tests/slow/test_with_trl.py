@@ -214,6 +214,8 @@ def test_the_farms_board_has_an_outside_policy(base, world, farm_folder):
     job = farm_jobs(cfg)[-1]
     assert job.out == str(farm_folder/'answers_trl_dpo') and job.needs == [f'{farm_folder}/sft']
     assert not any('answers_trl_dpo' in job.out for job in farm_jobs(cfg, 1))
+    cooler = tiny.write(farm_folder/'cooler.json', dict(references=dict(temperature=.5)))
+    assert farm_jobs(replace(cfg, size=cooler))[-1].settings['temperature'] == .5   # as SFT answers
     short = {k: tiny.SETTINGS['best_of_n'][k] for k in ('max_new_tokens', 'max_prompt')}
     tiny.run_here([replace(job, settings=job.settings | dict(short, reference=str(base/'sft')))])
     judges = dict(crowd=load_annotators(f'{world}/held_out_crowd.json', cfg))
