@@ -1,4 +1,5 @@
 "The site, which `make docs` builds from the committed notebooks; nothing is executed or fetched."
+import ast
 import json
 import re
 import sys
@@ -96,11 +97,23 @@ def write_pages(app):
     (Path(app.outdir)/'llms.txt').write_text(f'# alpaca_farm\n\n> {what}\n\n## Pages\n\n{lines}')
 
 
+def only_imports(cell: dict) -> bool:
+    "Whether a cell does nothing but import."
+    if cell['cell_type'] != 'code': return False
+    try: statements = ast.parse(''.join(cell['source'])).body
+    except SyntaxError: return False   # a magic
+    imports = [isinstance(statement, (ast.Import, ast.ImportFrom)) for statement in statements]
+    return bool(imports) and all(imports)
+
+
 def fold(text: str) -> str:
-    "A notebook whose cells are folded here where JupyterLab folds them."
+    "A notebook whose cells are folded here where JupyterLab folds them, and its imports."
     notebook = json.loads(text)
     for cell in notebook['cells']:
-        if cell['metadata'].get('jupyter', {}).get('source_hidden'):
+        imports = only_imports(cell)
+        if imports: cell['metadata']['mystnb'] = dict(code_prompt_show='Show the imports',
+                                                      code_prompt_hide='Hide the imports')
+        if imports or cell['metadata'].get('jupyter', {}).get('source_hidden'):
             cell['metadata'].setdefault('tags', []).append('hide-input')
     return json.dumps(notebook)
 
