@@ -346,7 +346,7 @@ def test_a_request_that_always_fails_is_left_behind(tmp_path, server):
     assert '3 requests failed' in client.tally.open
 
 
-@pytest.mark.parametrize('fault', ['timeout', 'reset', '503', 'badjson'])
+@pytest.mark.parametrize('fault', ['timeout', '503', 'badjson'])
 def test_a_dead_endpoint_ends_the_run_and_the_next_start_goes_on(tmp_path, server, fault):
     client = client_of(tmp_path, server)
     client(asked(5))

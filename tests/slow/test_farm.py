@@ -1,5 +1,6 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -290,17 +291,18 @@ def test_a_run_that_ends_is_told_where_there_is_no_terminal(base, tmp_path):
     given = tiny.settings('annotators', base)
     (tmp_path/'kill.py').write_text('import os, signal\n'
                                     'def judge(pairs): os.kill(os.getpid(), signal.SIGKILL)')
-    table = dict(whole=given, killed=given | dict(annotators=f'{tmp_path}/kill.py:judge'))
+    table = dict(whole=given, killed=given | dict(annotators='kill:judge'))
     table = {str(tmp_path/name): settings for name, settings in table.items()}
     code = ('from alpaca_farm.run.jobs import Job, run_jobs\n'
             f'run_jobs([Job(f, "annotators", given) for f, given in {table!r}.items()], 2, "toys")')
     cells = [nbformat.v4.new_code_cell(code)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path/'a.ipynb')
-    process = tiny.spawn(tiny.papermill(tmp_path/'a.ipynb', tmp_path/'b.ipynb'))
+    process = tiny.spawn(tiny.papermill(tmp_path/'a.ipynb', tmp_path/'b.ipynb'),
+                         PYTHONPATH=f'{tiny.PATHS}{os.pathsep}{tmp_path}')
     lines = process.communicate()[0].splitlines()
     ended = [line for line in lines if line.startswith('toys ') and ' took ' in line]
     assert process.returncode == 0
     assert len(ended) == 2
     assert any('whole took' in line and 'FAILED' not in line for line in ended)
-    assert any('killed took' in line and 'it was killed' in line for line in ended)
+    assert any('killed took' in line and 'terminated' in line for line in ended)
     assert read_summary(tmp_path/'whole')

@@ -21,7 +21,7 @@ from tiny import run as train
 
 # settings with many steps, and the range from which the step of the kill is chosen
 LONG = dict(
-    world=(dict(prose=400, batch_size=1), 200, 380),
+    world=(dict(prose=200, batch_size=1, checkpoint_every=100), 60, 180),
     sft=(dict(batch_size=1, checkpoint_every=2), 2, 45),
     reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 80),
     dpo=(
