@@ -118,8 +118,7 @@ def test_labels_nobody_is_asked_for(tmp_path):
     assert .15 < np.mean(np.array(given(cfg)) == 1) < .35
 
 
-@pytest.mark.parametrize('harm', ['header', 'cut'])
-def test_a_damaged_store_is_said_and_left(tmp_path, harm):
+def test_a_damaged_store_is_said_and_left(tmp_path):
     with judge_server() as server:
         cfg = annotation(tmp_path, server, n=120)
         run(cfg)

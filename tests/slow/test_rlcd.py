@@ -90,7 +90,7 @@ def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
     assert not list((tmp_path/'run').rglob('*.jsonl*'))[1:]
 
 
-def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
+def test_rlaif_keeps_soft_labels(base, tmp_path):
     "The order matters where one is asked, and not where both are."
     made(base, tmp_path/'one', method='rlaif')
     made(base, tmp_path/'both', method='rlaif', both_orders=True)
