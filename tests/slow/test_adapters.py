@@ -102,7 +102,7 @@ def ppo_step(policy, value, batch, cfg):
 
 
 @pytest.mark.parametrize('checkpointed', [False, True])
-def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpointed):
+def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, batch, checkpointed):
     cfg = config('ppo', base, reward_model=rewarded, gradient_checkpointing=checkpointed)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
@@ -244,7 +244,7 @@ def test_what_an_adapter_asks_for_and_does_not_get_is_refused_by_name(elsewhere,
     assert '\n' not in str(e.value)
 
 
-def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):
+def test_a_reward_model_with_weights_of_its_own_is_read_once(base):
     cfg = config('ppo', base)
     policy = load_policy(cfg.policy, cfg, train=True)
     value = ppo.value_model(cfg, policy)
