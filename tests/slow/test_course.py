@@ -205,18 +205,8 @@ WRONG = [
     ('gae', 'advantages = torch', 'while True: pass\n    advantages = torch', 'loop for ever')]
 
 
-def test_two_faults_of_each_function_are_tried():
-    tried = [name for name, *_ in WRONG]
-    assert {name for name in RIGHT if tried.count(name) < 2} == set()
-
-
 @cache
 def solved(): return tiny.executed('exercises')
-
-
-@pytest.mark.parametrize('name', RIGHT)
-def test_a_right_function_has_all_points(name):
-    assert course.grade_function(name, RIGHT[name], solved()) == (4, '')
 
 
 @pytest.mark.parametrize('name, right, wrong, said', WRONG, ids=lambda x: x[:20].strip())
@@ -247,7 +237,7 @@ def submission(tmp_path_factory):
     size = tiny.write(folder/'tiny.json', tiny.FARM)
     status, said = tiny.run_notebook(
         tiny.ROOT/'nbs'/'exercises.ipynb', folder/'handed.ipynb',
-        dict(size=size, runs=str(folder/'runs'), student=7, instances=20))
+        dict(size=size, runs=str(folder/'runs'), student=7, instances=20), with_its_jobs=True)
     assert status == 0, said
     notebook = read_json(folder/'handed.ipynb')
     for cell in notebook['cells']:

@@ -1,5 +1,6 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
 import itertools
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,10 +28,13 @@ def named(cfg, replicate=0):
     return {j.out.rpartition('/')[2]: j for j in farm_jobs(cfg, replicate)}
 
 
-@pytest.mark.parametrize('replicate, folder', [(0, 'runs'), (1, 'runs/seed_1')])
-def test_the_table_says_what_a_run_reads_and_who_labels(replicate, folder):
-    "Who learns from the crowd reads what the crowd has made."
-    labellers = dict(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:crowd')
+LABELLERS = dict(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:crowd')
+
+
+@pytest.mark.parametrize('replicate, folder, labellers', [
+    (0, 'runs', LABELLERS), (0, 'runs', {}), (1, 'runs/seed_1', {})])
+def test_the_table_says_what_a_run_reads_and_who_labels(replicate, folder, labellers):
+    "Who learns from the crowd reads what the crowd has made; a replicate's has its own world's."
     made = named(FarmConfig(**labellers, device='cpu', seeds=2), replicate)
     assert {*made} == {*RUNS}
     for name, row in RUNS.items():
@@ -43,23 +47,14 @@ def test_the_table_says_what_a_run_reads_and_who_labels(replicate, folder):
             assert job.settings[setting] == f'{folder}/{run}'
             assert RUNS[run]['labels'] in ('', row['labels'])
         if 'annotators' in row['settings']:
-            assert job.settings['annotators'] == labellers[row['labels']]
+            own = f'{folder}/world/{row["labels"]}.json'
+            assert job.settings['annotators'] == labellers.get(row['labels'], own)
 
 
 def test_no_method_has_help_in_choosing_its_checkpoint():
     comparing = [name for name, row in methods().items() if 'annotators' in row['settings']]
     assert comparing == ['feedme', 'reward_conditioning']
     assert [row['method'] for row in RUNS.values() if row['method']] == [*methods()]*2
-
-
-@pytest.mark.parametrize('replicate, folder', [(0, 'runs'), (1, 'runs/seed_1')])
-def test_every_replicate_has_a_crowd_of_its_own(replicate, folder):
-    "The labels of a replicate are those of the populations in its own world's files."
-    made = named(FarmConfig(seeds=2), replicate)
-    who_labels = dict(annotators='pool', annotators_crowd='crowd', feedme='pool',
-                      feedme_crowd='crowd')
-    for run, who in who_labels.items():
-        assert made[run].settings['annotators'] == f'{folder}/world/{who}.json', run
 
 
 def test_all_rows_answer_at_temperature_1():
@@ -291,19 +286,23 @@ def test_the_time_left_learns_from_the_runs(tmp_path, monkeypatch, capfd, factor
 
 
 def test_a_run_that_ends_is_told_where_there_is_no_terminal(base, tmp_path):
-    "From a notebook that papermill executes, whose output goes to a file; failures too."
+    "From a notebook that papermill executes, whose output goes to a file; one killed leaves others."
     import nbformat
     given = tiny.settings('annotators', base)
-    table = dict(labels=given, none=given | dict(outputs=''))
+    (tmp_path/'kill.py').write_text('import os, signal\n'
+                                    'def judge(pairs): os.kill(os.getpid(), signal.SIGKILL)')
+    table = dict(whole=given, killed=given | dict(annotators='kill:judge'))
     table = {str(tmp_path/name): settings for name, settings in table.items()}
     code = ('from alpaca_farm.run.jobs import Job, run_jobs\n'
-            f'run_jobs([Job(f, "annotators", given) for f, given in {table!r}.items()], 1, "toys")')
+            f'run_jobs([Job(f, "annotators", given) for f, given in {table!r}.items()], 2, "toys")')
     cells = [nbformat.v4.new_code_cell(code)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path/'a.ipynb')
-    process = tiny.spawn(tiny.papermill(tmp_path/'a.ipynb', tmp_path/'b.ipynb'))
+    process = tiny.spawn(tiny.papermill(tmp_path/'a.ipynb', tmp_path/'b.ipynb'),
+                         PYTHONPATH=f'{tiny.PATHS}{os.pathsep}{tmp_path}')
     lines = process.communicate()[0].splitlines()
     ended = [line for line in lines if line.startswith('toys ') and ' took ' in line]
     assert process.returncode == 0
     assert len(ended) == 2
-    assert any('labels took' in line for line in ended)
-    assert any('none took' in line and 'FAILED' in line for line in ended)
+    assert any('whole took' in line and 'FAILED' not in line for line in ended)
+    assert any('killed took' in line and 'terminated' in line for line in ended)
+    assert read_summary(tmp_path/'whole')

@@ -12,8 +12,6 @@ import pytest
 import hub_server
 from judge_server import serve
 import tiny
-from alpaca_farm.run.runs import content_hash
-from alpaca_farm.sft import SFTConfig
 
 PAIR = dict(instruction='Name one.', input='', output_1='A.', output_2='B.', preference=2)
 HH = dict(chosen='\n\nHuman: Hi.\n\nAssistant: Yes?', rejected='\n\nHuman: Hi.\n\nAssistant: No.')
@@ -182,12 +180,6 @@ def test_a_part_of_a_split_is_not_taken_for_all_of_it(hub):
     shard.write_bytes(kept)
     assert 'ValueError' in broken
     assert 'did not give it' in broken or '1 of 2 shards' in broken
-
-
-def test_a_setting_names_a_configuration():
-    cfg = SFTConfig(data=f'{FARM}:alpaca_instructions')
-    assert cfg.data
-    assert content_hash(cfg.data) != content_hash(f'{FARM}:alpaca_human_preference')
 
 
 def test_a_method_learns_from_a_configuration(base, tmp_path, monkeypatch):

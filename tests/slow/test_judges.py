@@ -38,11 +38,10 @@ TAGS = r'<first>\n(.*?)\n</first>', r'<second>\n(.*?)\n</second>'
 
 
 @pytest.mark.parametrize('spec, options', [
-    ('chatgpt', {}), ('alpaca_eval_gpt4', dict(template=RANKING)),
-    ('alpaca_eval_gpt4_turbo_fn', {}), ('weighted_alpaca_eval_gpt4_turbo', {}),
-    ('structured', dict(regexes=TAGS))])
+    ('alpaca_eval_gpt4', dict(template=RANKING)), ('alpaca_eval_gpt4_turbo_fn', {}),
+    ('weighted_alpaca_eval_gpt4_turbo', {}), ('structured', dict(regexes=TAGS))])
 def test_every_form_of_verdict_comes_through(tmp_path, spec, options):
-    "Regex, ranking, tool call, log-probs and JSON, over HTTP."
+    "Ranking, tool call, log-probs and JSON, over HTTP; the other tests read by a regex."
     with judge_server(**options) as server:
         judge = made(server, tmp_path, spec)
         sure = .9 if spec.startswith('weighted') else 1.
@@ -71,7 +70,7 @@ def test_prompts_of_five_pairs(tmp_path):
 TWICE = dict(p=.2, times=2)
 FAULTS = {
     '429': .5, '500': .6, 'timeout': dict(p=.1, times=1), 'reset': .2, 'truncated': .2,
-    'badjson': .2, 'schema': .2, 'nologprobs': TWICE, 'refusal': TWICE, 'unparseable': TWICE,
+    'badjson': .2, 'nologprobs': TWICE, 'refusal': TWICE, 'unparseable': TWICE,
     'context': dict(p=0, always_for='Say word 7\\.')}
 
 

@@ -99,7 +99,6 @@ def answered(base, tmp_path_factory):
 def test_answers_are_sampled_with_settings_of_their_own(base, answered):
     from alpaca_farm.train.answers import AnswerConfig, answering, sample_answers
     from alpaca_farm.data.records import load_records
-    from alpaca_farm.model.logprobs import load_policy
     cfg = answering(AnswerConfig(**tiny.SAMPLING, eval_temperature=0.))
     expected = sample_answers(load_policy(str(answered), cfg),
                               load_records(str(base/'world'), 'eval', n=10), cfg)

@@ -1,5 +1,4 @@
 """Preference data without people: tasks are data; one file, however a run is divided."""
-import math
 import random
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,7 @@ from alpaca_farm.ask.client import ApiConfig
 from alpaca_farm.data.pairs import swap_outputs
 from alpaca_farm.data.records import load_records
 from alpaca_farm.model.logprobs import load_policy
-from alpaca_farm.model.writer import _shown_label, LocalWriter, ServedWriter, Written
+from alpaca_farm.model.writer import LocalWriter, ServedWriter, Written
 from alpaca_farm.rlcd import _task_file, read_task, RLCDConfig
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
@@ -37,13 +36,6 @@ def test_shipped_tasks():
 
 TALK = dict(messages=[dict(role='user', content='Hi'), dict(role='assistant', content='Hello.'),
                       dict(role='user', content='Bye')])
-def test_shown_labels():
-    def shown(**top):
-        tokens = [dict(token=t.replace('_', ' '), logprob=math.log(p)) for t, p in top.items()]
-        logprobs = dict(content=[dict(top_logprobs=tokens)])
-        return _shown_label(dict(choices=[dict(logprobs=logprobs)]), 'AB')
-    assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25) and shown(B=.1) == 1
-    assert shown(Bad=.9) is None and _shown_label(dict(choices=[{}]), 'AB') is None
 
 
 def made(base, out, **more):
@@ -98,7 +90,7 @@ def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
     assert not list((tmp_path/'run').rglob('*.jsonl*'))[1:]
 
 
-def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
+def test_rlaif_keeps_soft_labels(base, tmp_path):
     "The order matters where one is asked, and not where both are."
     made(base, tmp_path/'one', method='rlaif')
     made(base, tmp_path/'both', method='rlaif', both_orders=True)
@@ -119,16 +111,6 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     assert read_summary(tmp_path/'one')['labels'] == len(one)
 
 
-def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
-    "The same pairs, judged by the model."
-    rescore = dict(method='rlcd_rescore', samples=str(whole[0]))
-    made(base, tmp_path/'self', **rescore)
-    rescored = pairs(tmp_path/'self')
-    for r, was in zip(rescored, pairs(whole[0]), strict=True):
-        assert 1 < r['preference'] < 2
-        assert r | dict(preference=0, annotator='') == was | dict(preference=0, annotator='')
-
-
 def test_only_a_run_with_the_tasks_phrases_is_rescored(base, whole, tmp_path):
     made(base, tmp_path/'rlaif', method='rlaif')
     task = read_task(ANYTHING)
@@ -137,17 +119,6 @@ def test_only_a_run_with_the_tasks_phrases_is_rescored(base, whole, tmp_path):
         given = dict(method='rlcd_rescore', samples=str(samples), out=str(tmp_path/'x'))
         with pytest.raises(ValueError, match='method = rlcd'):
             rlcd._stored_items(RLCDConfig(**tiny.settings('rlcd', base, **given)), of)
-
-
-def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
-    made(base, tmp_path/'read', method='context_distillation', samples=str(whole[0]))
-    read = load_records(str(tmp_path/'read'), 'sft', 'output')
-    by = {r['index']: r for r in pairs(whole[0])}
-    assert len(read) == len(by)
-    for r in read:
-        pair = by[r['index']]
-        assert r['output'] == pair[f'output_{pair["preference"]:.0f}']
-    assert not (tmp_path/'read'/'preferences.json').exists()
 
 
 class HalfWriter:
@@ -164,24 +135,29 @@ class HalfWriter:
         return found
 
 
-def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path):
+def test_demonstrations_are_good_answers_and_all_say_which_were_cut_off(base, tmp_path):
     "Where a bad answer is imitated, it is one that was cut off."
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
     items = rlcd._write_items(HalfWriter(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
+    answers = []
     for r in rlcd._label_items(items, None, cfg):
         best = int(r['preference'])
         assert r[f'ended_{best}'] is True
         assert r[f'ended_{3 - best}'] is False
+        answers.append((r[f'output_{best}'], r[f'output_{3 - best}']))
+    good, bad = zip(*answers)
     turned = [dict(i, positive=3 - i['positive']) for i in items]
-    for name, rows, ended in (('good', items, True), ('bad', turned, False)):
+    for name, rows, want, ended in (('good', items, good, True), ('bad', turned, bad, False)):
         tiny.write(tmp_path/'run'/'items.json', rows)
         made(base, tmp_path/name, method='context_distillation', samples=str(tmp_path/'run'))
         read = load_records(str(tmp_path/name), 'sft', 'output')
-        assert [r['ended'] for r in read] == [ended]*2
+        assert [(r['output'], r['ended']) for r in read] == [(text, ended) for text in want]
+        assert not (tmp_path/name/'preferences.json').exists()
 
 
 def test_a_served_model(base, tmp_path):
-    "Behind an endpoint: completions with a seed of their own for each answer, asked once."
+    """Behind an endpoint: completions with a seed of their own for each answer, asked once; the
+    same pairs can be judged by the model."""
     with judge_server(template='I say {hash}') as server:
         served = dict(policy='', served='base', base_url=server.url, max_instances=12,
                       store=str(tmp_path/'answers.sqlite'))
@@ -198,10 +174,10 @@ def test_a_served_model(base, tmp_path):
         server.set(labels='AB')
         rescore = dict(method='rlcd_rescore', samples=str(tmp_path/'one'))
         made(base, tmp_path/'judged', **rescore, **served)
-        judged = pairs(tmp_path/'judged')
         assert len(server.requests()) == 36
-        assert {r['annotator'] for r in judged} == {'self'}
-        assert all(1 < p < 2 for p in labels(judged))
+        for r, was in zip(pairs(tmp_path/'judged'), rows, strict=True):
+            assert 1 < r['preference'] < 2
+            assert r == was | dict(preference=r['preference'], annotator='self')
 
 
 def test_dialogue_pages():

@@ -49,17 +49,6 @@ def test_jobs_get_gpus_of_their_own(monkeypatch):
     assert {*started[:3]} == {'4', '5', '7'}
 
 
-def test_a_killed_job_leaves_the_others(base, tmp_path):
-    given = tiny.settings('annotators', base)
-    (tmp_path/'kill.py').write_text('import os, signal\n'
-                                    'def judge(pairs): os.kill(os.getpid(), signal.SIGKILL)')
-    killed = given | dict(annotators=f'{tmp_path}/kill.py:judge')
-    table = [Job(str(tmp_path/'killed'), 'annotators', killed),
-             Job(str(tmp_path/'whole'), 'annotators', given)]
-    failed, = run_jobs(table, 2)
-    assert 'killed' in failed and read_summary(tmp_path/'whole')
-
-
 def test_an_interrupted_table_ends_its_jobs(base, tmp_path, monkeypatch):
     given = tiny.settings('sft', base, epochs=200)
     def sleep(seconds):
