@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from .execution import ending_processes, start_process
+from .execution import ending_processes, start_process, why_ended
 from .files import read_json
 from .paths import at_root, notebook_path
 from .progress import duration, Progress, tell
@@ -84,7 +84,7 @@ def _cell_error(job: Job) -> str:
 # %% ../../nbs/run/jobs.ipynb #fde8fe28
 def _failure(job: Job, error: Exception) -> str:
     "Why a job failed, in one line."
-    last = str(error).strip().split('\n')[-1]
+    last = why_ended(error).split('\n')[-1]
     return _cell_error(job) or f'{job.out} (nbs/{job.notebook}.ipynb): {last}'
 
 # %% ../../nbs/run/jobs.ipynb #f7e5cf50

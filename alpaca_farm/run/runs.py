@@ -24,7 +24,7 @@ from filelock import Timeout
 
 from .. import __version__
 from .checkpoints import load_state, save_state
-from .execution import ending_processes, run_job, start_process
+from .execution import ending_processes, run_job, start_process, why_ended
 from .files import atomic_write, digest, file_hash, json_text, lock_of, locked
 from .files import names_file, PREFIX, read_json, read_yaml, tidy, unlock
 from .files import write_json
@@ -478,7 +478,7 @@ def build(notebook: str, out: str, **settings):
             error = start_notebook(notebook, out, settings).exception()
         if error:
             raise RuntimeError('\n'.join([f'{out} could not be built; see {output} and {out}.ipynb',
-                                          *str(error).strip().split('\n')[-12:]]))
+                                          *why_ended(error).split('\n')[-12:]]))
         output.unlink()
 
 # %% ../../nbs/run/runs.ipynb #907471fe

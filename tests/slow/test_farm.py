@@ -304,5 +304,5 @@ def test_a_run_that_ends_is_told_where_there_is_no_terminal(base, tmp_path):
     assert process.returncode == 0
     assert len(ended) == 2
     assert any('whole took' in line and 'FAILED' not in line for line in ended)
-    assert any('killed took' in line and 'terminated' in line for line in ended)
+    assert any('killed took' in line and 'its process was killed' in line for line in ended)
     assert read_summary(tmp_path/'whole')
