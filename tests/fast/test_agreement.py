@@ -64,7 +64,7 @@ def test_llmbar(tmp_path):
 
 
 @with_data
-def test_alpaca_eval_annotations_are_read_on_both_sides(capsys):
+def test_alpaca_eval_annotations_are_read_on_both_sides():
     own = f'{DATA}/alpaca_eval/alpaca-7b/annotations_ae1.json'
     theirs = f'{DATA}/alpaca_eval/alpaca-7b/annotations_ae2.json'
     sets = A.load_sets([own])
@@ -76,35 +76,12 @@ def test_alpaca_eval_annotations_are_read_on_both_sides(capsys):
     itself = A.agreement_board(sets, {('annotations_ae1', 'itself'): said}, draws=10).iloc[1]
     assert itself.accuracy == 1
     assert itself.n_unanswered == 0
-    other, = A.verdicts_of_judges([theirs], sets, CFG).values()   # another baseline: few in common
-    assert other.shown.any(0).sum() == 5
-    assert '5 of 805 labelled pairs' in capsys.readouterr().out
     with pytest.raises(ValueError, match='soft label'):
         A.load_sets([theirs])
 
 
-def shaky(shown): return [math.nan if len(p['output_1']) % 3 == 0 else 1. for p in shown]
-def mute(shown): return [math.nan]*len(shown)
-def nearly(shown): return [1.] + mute(shown[1:])
 def unread(shown): return [math.nan if i % 6 else 1. for i in range(len(shown))]
 def half(shown): return [math.nan if i % 2 else 1. for i in range(len(shown))]
-
-
-def test_a_missing_verdict_is_counted_and_left_out(capsys):
-    "Of some, or of all pairs but one; the other judges have their rows."
-    pairs = embedded_pairs(50)
-    judges = shaky, nearly, A.prefer_longer
-    judged = {('s', f.__name__): A.ask_judge(f, pairs) for f in judges}
-    row = A.agreement_board(dict(s=pairs), judged, draws=10).set_index('judge').loc
-    missing = np.isnan(judged['s', 'shaky'].preferences).sum()
-    assert row['shaky'].n_unanswered == missing > 0
-    assert row['nearly'].n_unanswered == 98
-    assert 'nearly: no label on 98 of 100' in capsys.readouterr().out
-    assert row['shaky']['first'] == 1
-    assert row['shaky'].consistency == 0
-    assert not math.isnan(row['nearly'].accuracy)
-    assert math.isnan(row['nearly'].spearman)
-    assert row['prefer_longer'].consistency == 1
 
 
 PAIR = dict(instruction='q', output_1='a', output_2='b')
@@ -115,7 +92,9 @@ def test_a_judge_that_leaves_most_unread_is_left_out(capsys):
     sets = dict(s=embedded_pairs(60))
     said = A.verdicts_of_judges([f'{__name__}:unread', f'{__name__}:half', LONGEST], sets, CFG)
     assert [name for _, name in said] == ['half', 'longest']
-    assert 'unread on s: left out' in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert 'unread on s: left out' in told
+    assert 'half: no label on 60 of 120' in told
     with pytest.raises(ValueError, match='no pair to measure'):
         A.verdicts_of_judges([f'{__name__}:unread'], sets, CFG)
 
@@ -141,17 +120,12 @@ def by_bo(i): return 'Bo'
 def by_three(i): return f'judge {i % 3}'
 
 
-def test_recorded_votes_of_an_annotation_run(tmp_path):
-    "A judge's label file and the judge itself, asked in the same order, agree."
+def test_a_second_judge_of_the_same_name_is_refused(tmp_path):
+    "Such as a file of its own labels."
     pairs = embedded_pairs(40)
-    sets = dict(s=[dict(p, row=i) for i, p in enumerate(pairs)])
     file = write(tmp_path/'run', labelled(pairs, longest, by_longest))
-    def first_order(spec):
-        return A.verdicts_of_judges([spec], sets, CFG)['s', 'longest'].preferences[0, 0].tolist()
-    assert first_order(LONGEST) == first_order(file)
-    assert [p['votes']['longest'] for p in A.load_sets([file])['run']] == first_order(file)
-    with pytest.raises(ValueError, match='longest'):   # of two
-        A.verdicts_of_judges([LONGEST, file], sets, CFG)
+    with pytest.raises(ValueError, match='second judge called longest'):
+        A.verdicts_of_judges([LONGEST, file], dict(s=pairs), CFG)
 
 
 @pytest.mark.slow
@@ -216,11 +190,11 @@ def overlap(tmp_path_factory):
     voted = labelled(pairs[40:], first_vote)
     voted[1::2] = turned(voted[1::2])
     pool = write(folder/'pool', labelled(pairs[:60], longest, by_three))
-    return pairs[40:60], pool, write(folder/'people', voted)
+    return pool, write(folder/'people', voted)
 
 
 def test_partial_overlap_is_used_and_counted(overlap, tmp_path, capsys):
-    common, pool, people = overlap
+    pool, people = overlap
     A.run(A.AgreementConfig(out=str(tmp_path/'out'), sets=[people], judges=[pool], draws=20))
     said = capsys.readouterr().out
     assert '20 of 30 labelled pairs have a verdict' in said
@@ -228,12 +202,10 @@ def test_partial_overlap_is_used_and_counted(overlap, tmp_path, capsys):
     found = read_summary(tmp_path/'out')
     assert found['people_people_n'] == 30
     assert found['people_pool_n'] == 20
-    right = [1 - abs(longest(p) - first_vote(p)) for p in common]   # a tie is half right
-    assert found['people_pool_accuracy'] == pytest.approx(np.mean(right))
 
 
 def test_measures_of_a_part_are_those_of_the_part_alone(overlap):
-    _, pool, people = overlap
+    pool, people = overlap
     sets = A.load_sets([people])
     verdicts, = A.verdicts_of_judges([pool], sets, CFG).values()
     used = verdicts.shown.any(0)
@@ -271,8 +243,6 @@ def test_a_judge_behind_an_endpoint_has_a_price_and_a_time(tmp_path, server):
     assert {*said.preferences.ravel()} <= {1., 2.}
     assert said.price > 0
     assert said.time > 0
-    with pytest.raises(ValueError, match='models: gpt-4'):
-        A.AgreementConfig(judges=['chatgpt'], models=['gpt-4=x'])
 
 
 def test_a_reached_budget_is_no_result(tmp_path, server):
@@ -395,7 +365,6 @@ def test_a_vote_that_counts_once_is_told(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize('row, message', [
-    (PAIR | dict(input='sea', label=2), 'row 0: .*`preference`'),
     (voted(status='discarded'), 'discarded'),
     (voted(messages=TURNS, instruction='x'), 'row 0: .*`messages`')])
 def test_a_set_whose_votes_cannot_be_read_is_refused(tmp_path, row, message):

@@ -127,6 +127,7 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(label_flip=.6, ask_flipped=False), 'label_flip'),
         (dict(annotators='alpaca_farm', weights=['nobody=1']), 'weights'),
         (dict(annotators='alpaca_farm', weights=['gpt4_1=-1']), 'weights')],
+    agreement=[(dict(judges=['chatgpt'], models=['gpt-4=x']), 'models: gpt-4')],
     bench=[
         (dict(method='ipo', settings=dict(beta=-1)), 'beta'),
         (dict(method='runs'), '{world}')])
