@@ -1,5 +1,4 @@
 """What the pages and notebooks tell people to type works: snippets, commands, links."""
-import dataclasses
 import importlib
 import inspect
 import json
@@ -126,8 +125,6 @@ def test_snippets_run_and_links_lead_somewhere(page):
 
 
 LINKED = re.compile(r'\[`([\w.]+)`\]\((?:nbs/)?([\w/]+)\.ipynb\)')   # a name, and a notebook
-
-
 QUANTITY = re.compile(r'(?<![\w.-])\d[\d.]*(?: %)?(?: \[[^]]*\])?')   # with its interval
 
 
@@ -274,17 +271,10 @@ def test_settings_beside_their_options_exist(heading):
     assert any(named)
     for notebook in notebooks.split():
         for names in named:
-            pairs = [n.partition(': ')[::2] for n in names]
-            given = {k: v if '=' in v else yaml.safe_load(v) for k, v in pairs if v}
-            defaults = {k: default_of(notebook, k) for k, v in pairs if not v}
-            check_settings(notebook, defaults | given)
+            pairs = dict(n.partition(': ')[::2] for n in names)
+            refuse_unknown(notebook, pairs, [*tiny.config_class(notebook).__dataclass_fields__])
+            given = {k: v if '=' in v else yaml.safe_load(v) for k, v in pairs.items() if v}
             tiny.config(notebook, **given)   # values are in their bounds
-
-
-def default_of(notebook, name):
-    config = tiny.config(notebook)
-    refuse_unknown(notebook, [name], dataclasses.asdict(config))
-    return getattr(config, name)
 
 
 TRL = yaml.safe_load((tiny.ROOT/'tests'/'data'/'trl.yaml').read_text())
