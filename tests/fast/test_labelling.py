@@ -201,14 +201,12 @@ def duel_settings(tmp_path, **more):
                            store=str(tmp_path/'a.sqlite'), **more)
 
 
-def duel_page(cfg, person): return LabellingPage(DuelQueue(MethodDuels(cfg), person), 0)
-
-
 def test_a_skipped_duel_is_a_half_for_both_and_counts_in_the_budget(tmp_path):
+    "On one page, which goes on with the next round."
     cfg = duel_settings(tmp_path)
-    duel_page(cfg, 'Ann').press_key('s')
-    for person in ['Bob', 'Ann']*5:
-        simulate_person(duel_page(cfg, person), longer, 2)
+    page = LabellingPage(DuelQueue(MethodDuels(cfg), 'Ann'), 0)
+    page.press_key('s')
+    simulate_person(page, longer, 30)
     _, pairs, votes = MethodDuels(cfg).hold()
     assert len(pairs) == 20
     assert [*votes[0].values()] == [.5]
