@@ -77,11 +77,7 @@ def test_no_verdict_is_no_tie_and_no_loss(capsys):
     answered = ~np.isnan(shy.expected['mine'])
     board = leaderboards.leaderboard(judged, methods, 'x', n=50).set_index('method')
     assert board.shy_unanswered.to_dict() == dict(mine=3, reference=0)
-    won = board.shy['mine']
-    assert won == pytest.approx(100*(bold.expected['mine'][answered] - 1).mean())
-    row = leaderboards.alpaca_eval_rows(shy.expected, methods, REFERENCES, 'shy', 'x').loc['mine']
-    assert (row.n_total, row.n_unanswered) == (9, 3)
-    assert row.win_rate == pytest.approx(won)
+    assert board.shy['mine'] == pytest.approx(100*(bold.expected['mine'][answered] - 1).mean())
 
 
 def mute(pairs): return [np.nan]*len(pairs)
