@@ -10,8 +10,8 @@ from alpaca_farm import eval as ev
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
-from alpaca_farm.judging import pools
 from alpaca_farm.judging.judges import load_annotators
+from alpaca_farm.judging.pools import Pool
 from alpaca_farm.run.runs import read_summary
 from judge_server import judge_server
 
@@ -20,7 +20,6 @@ MODELS = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=judge', 'text-davinci-003=judg
 
 
 def read_board(path): return pd.read_csv(path, index_col=0)
-def first(pairs): return [1.2 for _ in pairs]
 
 
 def silent_on_three(pairs):
@@ -43,17 +42,6 @@ def test_an_outside_policy_samples_as_the_reference_did(monkeypatch):
     assert expected.items() <= asked[0].settings.items()
 
 
-class Pool:
-    name = 'pool'
-    annotators = (longest, first)
-    def __call__(self, pairs):
-        each = [pools.mean_preferences(f, pairs) for f in self.annotators]
-        return np.mean(each, axis=0).tolist()
-
-
-class Undecided(Pool): annotators = (longest, silent_on_three)
-
-
 def answers(text, n=12, **more):
     return [dict(instruction=f'Say {i}.', input='' if i % 3 else str(i), output=text(i), **more)
             for i in range(n)]
@@ -66,8 +54,8 @@ MINE = answers(lambda i: 'o'*(2*i))
 def test_no_verdict_is_no_tie_and_no_loss(capsys):
     "And its share is said, by judge."
     methods = dict(reference=REFERENCES, mine=answers(lambda i: 'o'*(2*i + 1)))
-    judged = judge_all(methods, REFERENCES,
-                          dict(shy=silent_on_three, pool=Undecided(), bold=longest))
+    pool = Pool('pool', [longest, silent_on_three])
+    judged = judge_all(methods, REFERENCES, dict(shy=silent_on_three, pool=pool, bold=longest))
     notes = [line for line in capsys.readouterr().out.splitlines() if 'no label' in line]
     assert notes == [f'mine under {name}: no label on 3 of 12 requests (25.0 %)'
                      for name in ('shy', 'pool')]

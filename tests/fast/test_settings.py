@@ -292,10 +292,10 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
     built = []
     data = str(base/'world')
     monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
-    (elsewhere/'half').mkdir()
-    (elsewhere/'half'/'config.json').write_text(
-        '{"notebook": "sft", "fingerprint": "", "inputs": {"data": {"%s": ""}}, "code": ""}' % data)
-    for path, why in (('nobody/here', '^preferences: the default is of the embedded world'), ('half', 'not finished')):
+    half = dict(notebook='sft', fingerprint='', inputs=dict(data={data: ''}), code='')
+    tiny.write(elsewhere/'half'/'config.json', half)
+    for path, why in (('nobody/here', '^preferences: the default is of the embedded world'),
+                      ('half', 'not finished')):
         cfg = dpo.DPOConfig(policy=path, data=data, out='runs/a')
         with pytest.raises(ValueError, match=why):
             dpo.train(cfg)
