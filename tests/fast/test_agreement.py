@@ -255,21 +255,15 @@ def test_a_judge_is_not_measured_on_what_it_has_learned_from(capsys, monkeypatch
 
 # what is wrong or odd in a file
 
-VOTED = PAIR | dict(votes=dict(p=1))
-GOLD = dict(input='q', output_1='a', output_2='b', label=1)
-PANDA = dict(idx=1, instruction='q', input='', response1='a', response2='b', annotator1=1)
-LABEL = PAIR | dict(preference=1, annotator='j', price=.1, time=1)
-WRONG = dict(   # by what is read: good rows, and values of their fields that are wrong
+LABEL = PAIR | dict(preference=1, annotator='j', input='', price=.1, time=1)
+GOOD = dict(   # rows by what is read
     labels=[
-        (PAIR | dict(preference=1), dict(
-            output_1=[1], input=5, idx=[1], preference=[], annotator={}, instruction=None,
-            generator_1=[2])),
-        (VOTED, dict(votes=[1], output_2=3)),
-        (GOLD, dict(input=1, label=[], output_1=None)),
-        (PANDA, dict(idx=[1], response1=7, annotator1={}, instruction=5, input=[1]))],
-    recorded=[(PAIR | dict(preference=1), dict(output_1=[1], input=5, preference=[]))],
-    verdicts=[
-        (LABEL, dict(annotator=[1], preference=[], price='x', time=[1], output_1=5, input=[1]))])
+        PAIR | dict(preference=1, annotator='j', input='', idx=1, generator_1='m'),
+        PAIR | dict(votes=dict(p=1)),
+        dict(input='q', output_1='a', output_2='b', label=1),
+        dict(idx=1, instruction='q', input='', response1='a', response2='b', annotator1=1)],
+    recorded=[PAIR | dict(preference=1, input='')],
+    verdicts=[LABEL])
 TOY = dict(s=[PAIR | dict(votes=dict(p=1))])
 
 
@@ -278,13 +272,14 @@ def read_verdicts(file): return recorded_verdicts(file, '', TOY)
 
 
 READ = dict(labels=read_labels, recorded=read_recorded, verdicts=read_verdicts)
-CASES = []   # what is read, a good row, another, and what names the fault
-for kind, table in WRONG.items():
-    for good, wrong in table:
-        CASES.append((kind, good, 7, 'record'))
-        CASES.append((kind, good, None, 'record'))
-        for field, value in wrong.items():
-            CASES.append((kind, good, good | {field: value}, field))
+CASES = [('verdicts', LABEL, LABEL | dict(price='x'), 'price')]
+for kind, rows in GOOD.items():   # what is read, a good row, a wrong one, and what names the fault
+    for good in rows:
+        CASES += [(kind, good, 7, 'record'), (kind, good, None, 'record')]
+        for field in good:
+            dialogue = field == 'instruction' and 'output_1' in good   # a list would be one
+            value = None if dialogue else [1]
+            CASES.append((kind, good, good | {field: value}, f"'{field}'"))
 
 
 @pytest.mark.parametrize('kind, good, wrong, name', CASES)
