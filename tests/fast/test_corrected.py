@@ -247,7 +247,7 @@ def crowd_labels(answers, outputs, folder, against='reference'):
 
 
 def test_a_board_is_corrected_by_labels_of_two_policies(answers, tmp_path, capsys):
-    "From draws over labelling pages to the columns of the board; their difference is the paired one."
+    "From draws over labelling pages to the columns of the board, and the paired difference."
     mine = 'skilled', 'middling'
     rows = []
     for name in mine:
