@@ -1,5 +1,4 @@
 """What the pages and notebooks tell people to type works: snippets, commands, links."""
-import dataclasses
 import importlib
 import inspect
 import json
@@ -30,6 +29,7 @@ for p in sorted((tiny.ROOT/'nbs').rglob('*.ipynb')):
                                     == 'markdown')
 README = PAGES['README.md']
 MAKEFILE = (tiny.ROOT/'Makefile').read_text()
+FILE = re.compile(r'`((?:nbs|tests|tools|alpaca_farm)/[\w/.-]+\.\w+)`')
 FENCE = re.compile(r'^ *```(\w*)\n(.*?)^ *```', re.S | re.M)
 
 
@@ -107,7 +107,7 @@ def test_papermill_knows_the_settings_of_its_commands(page):
 
 
 @pytest.mark.parametrize('page', MARKDOWN)
-def test_snippets_run_and_links_lead_somewhere(page):
+def test_snippets_run_and_links_and_named_files_are_there(page):
     for language, block in FENCE.findall(PAGES[page]):
         if language == 'python' and not re.match('# .*, behind ', block):   # test_contributing's
             exec(block, {})
@@ -123,11 +123,13 @@ def test_snippets_run_and_links_lead_somewhere(page):
     links = [l.partition('#')[0] for l in re.findall(r'\]\(([^)]+)\)', PAGES[page])
              if not l.startswith('http')]
     assert [l for l in links if not (folder/l).exists()] == []
+    if page != 'CHANGES.md':   # which names files that are gone
+        made = {'nbs/my_method.ipynb', 'tests/fast/test_my_method.py'}
+        named = {*FILE.findall(PAGES[page])} - made
+        assert [f for f in named if not (tiny.ROOT/f).exists()] == []
 
 
 LINKED = re.compile(r'\[`([\w.]+)`\]\((?:nbs/)?([\w/]+)\.ipynb\)')   # a name, and a notebook
-
-
 QUANTITY = re.compile(r'(?<![\w.-])\d[\d.]*(?: %)?(?: \[[^]]*\])?')   # with its interval
 
 
@@ -176,16 +178,6 @@ def test_the_list_of_notebooks_is_complete():
     there = {str(p.relative_to(tiny.ROOT/'nbs')) for p in (tiny.ROOT/'nbs').rglob('*.ipynb')
              if p.parent.name != '.ipynb_checkpoints'}
     assert there - listed == set()
-
-
-FILE = re.compile(r'`((?:nbs|tests|tools|alpaca_farm)/[\w/.-]+\.\w+)`')
-
-
-@pytest.mark.parametrize('page', [name for name in MARKDOWN if name != 'CHANGES.md'])
-def test_files_that_pages_name_are_there(page):
-    made = 'nbs/my_method.ipynb', 'tests/fast/test_my_method.py'
-    assert [f for f in FILE.findall(PAGES[page])
-            if f not in made and not (tiny.ROOT/f).exists()] == []
 
 
 def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):
@@ -274,17 +266,10 @@ def test_settings_beside_their_options_exist(heading):
     assert any(named)
     for notebook in notebooks.split():
         for names in named:
-            pairs = [n.partition(': ')[::2] for n in names]
-            given = {k: v if '=' in v else yaml.safe_load(v) for k, v in pairs if v}
-            defaults = {k: default_of(notebook, k) for k, v in pairs if not v}
-            check_settings(notebook, defaults | given)
+            pairs = dict(n.partition(': ')[::2] for n in names)
+            refuse_unknown(notebook, pairs, [*tiny.config_class(notebook).__dataclass_fields__])
+            given = {k: v if '=' in v else yaml.safe_load(v) for k, v in pairs.items() if v}
             tiny.config(notebook, **given)   # values are in their bounds
-
-
-def default_of(notebook, name):
-    config = tiny.config(notebook)
-    refuse_unknown(notebook, [name], dataclasses.asdict(config))
-    return getattr(config, name)
 
 
 TRL = yaml.safe_load((tiny.ROOT/'tests'/'data'/'trl.yaml').read_text())
