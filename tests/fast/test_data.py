@@ -209,13 +209,10 @@ BOT = bot('Yes?')
 END = bot('So long.')
 OTHER = bot('What?')
 TALK = turned('Hi.', 'Yes?', 'Bye.')
-TEXT = 'Human: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
 SYSTEM = dict(role='system', content='Be kind.')
 IN_PARTS = user([dict(type='text', text='Hi.')])
 SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', 'value': 'Hi.'},
                             {'from': 'gpt', 'value': 'Yes?'}])
-
-
 ASKED = dict(  # the same prompt in every format, without its system turn
     alpaca=dict(instruction='Hi.', input='', output='Yes?'), SHARE=SHARE,
     chat=dict(messages=[USER, BOT]),
@@ -232,47 +229,31 @@ ASKED = dict(  # the same prompt in every format, without its system turn
 
 
 def without_prompt(record):
-    return {k: v for k, v in record.items() if k not in ('messages', 'instruction')}
+    prompt = 'messages', 'instruction', 'history', 'context'
+    return {k: v for k, v in record.items() if k not in prompt}
 
 
-@pytest.mark.parametrize('column', ['system', 'system_prompt'])
+SO = turned('So?', 'Yes.')
+
+
 @pytest.mark.parametrize('format', ASKED)
-def test_a_system_column_is_the_first_turn_in_every_format(tmp_path, format, column):
+@pytest.mark.parametrize('column, before', [   # a part of the prompt, and the turns that it adds
+    (dict(system='Be kind.'), [SYSTEM]), (dict(system_prompt='Be kind.'), [SYSTEM]),
+    (dict(system=' ', system_prompt=None, history=[], context=None), []),
+    (dict(history=[['So?', 'Yes.']]), SO), (dict(history=SO, system='Be kind.'), [SYSTEM, *SO])])
+def test_a_part_of_the_prompt_in_another_column_is_read_in_every_format(
+        tmp_path, format, column, before):
     columns = 'instruction=question' if format == 'orca' else ''
     def read(**more):
         path = write(tmp_path/'a.json', [ASKED[format] | more])
         return load_records(path, kind=ANY, columns=columns)[0]
     plain = read()
-    for text, first in (('Be kind.', [SYSTEM]), (' ', []), (None, [])):
-        found = read(**{column: text})
-        assert prompt_key(found) == prompt_key(dict(messages=first + as_messages(plain)))
-        assert without_prompt(found) == without_prompt(plain)
-        if format == 'pair':
-            pairs, = load_sets([str(tmp_path/'a.json')]).values()
-            assert pairs[0].get('messages') == (first + [USER] if first else None)
-
-
-PARTS = [   # columns beside the last question; the prompt's text and its input
-    (dict(history=[['Hi.', 'Yes?']]), TEXT, ''),
-    (dict(document='It rains.'), 'Bye.', 'It rains.'),
-    (dict(history=[], context=None), 'Bye.', '')]
-
-
-def asks_last(format):
-    "A record of a format whose prompt is *Bye.*"
-    return {k: 'Bye.' if v == 'Hi.' else v for k, v in ASKED[format].items()}
-
-
-@pytest.mark.parametrize('format', ['alpaca', 'trl', 'pair', 'chosen', 'rrhf'])
-@pytest.mark.parametrize('part, instruction, context', PARTS)
-def test_a_part_of_the_prompt_in_another_column_is_read(
-        tmp_path, format, part, instruction, context):
-    "Earlier turns and passages, in every format, also where people's votes are read."
-    row = asks_last(format) | part
-    file = put(tmp_path/'a.json', [row])
-    assert prompt_key(load_records(file, kind=ANY)[0]) == (instruction, context)
-    if format in ('pair', 'chosen'):
-        assert prompt_key(load_sets([file])['a'][0]) == (instruction, context)
+    found = read(**column)
+    assert prompt_key(found) == prompt_key(dict(messages=before + as_messages(plain)))
+    assert without_prompt(found) == without_prompt(plain)
+    if format == 'pair':
+        pairs, = load_sets([str(tmp_path/'a.json')]).values()
+        assert pairs[0].get('messages') == (before + [USER] if before else None)
 
 
 # labels and their codes
