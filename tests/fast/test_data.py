@@ -240,7 +240,7 @@ SO = turned('So?', 'Yes.')
 @pytest.mark.parametrize('column, before', [   # a part of the prompt, and the turns that it adds
     (dict(system='Be kind.'), [SYSTEM]), (dict(system_prompt='Be kind.'), [SYSTEM]),
     (dict(system=' ', system_prompt=None, history=[], context=None), []),
-    (dict(history=[['So?', 'Yes.']]), SO), (dict(history=SO, system='Be kind.'), [SYSTEM, *SO])])
+    (dict(history=[['So?', 'Yes.']]), SO)])
 def test_a_part_of_the_prompt_in_another_column_is_read_in_every_format(
         tmp_path, format, column, before):
     columns = 'instruction=question' if format == 'orca' else ''
@@ -446,6 +446,8 @@ MEANT = {   # a row, and fields of what is read
                                   dict(messages=DONE)),
     'history with the answer': (dict(ASKS, history=[['Hi.', 'Yes?'], ['Why?', 'So.']]),
                                 dict(messages=DONE)),
+    'history behind a system turn': (dict(messages=[SYSTEM, USER, BOT], history=SO),
+                                     dict(messages=[SYSTEM, *SO, USER])),
     'history of the question': (dict(ASKS, history=[['Why?', None]]), dict(instruction='Why?')),
     'asked again': (dict(ASKS, history=[['Why?', 'Guess.']]), dict(messages=GUESSED)),
     'empty cell': (dict(ASKS, system_prompt='NaN'), dict(instruction='Why?'))}
@@ -478,6 +480,8 @@ TOLD = [   # rows, and what is said when they are read or looked at
     (named_answers('response_a', 'response_b', 'model_B', 'model_A'), 'the name of an answer'),
     (LISTED, "'chosen' holds a list as text"),
     (OTHERS, 'prompt differs from the first turn'),
+    (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: b'),
+     'no turn of the assistant in common'),
     (dict(Q, instruction='Use French.'), '`instruction` beside the prompt'),
     (ZERO, 'labels are 0, 1,'),
     (dict(VOTED, winner='model_a', turn=3), 'turn is 3'),
@@ -518,24 +522,16 @@ def test_a_turn_of_a_tool_is_nothing_odd(tmp_path):
 
 # what methods make of it
 
-def test_methods_read_columns_of_other_names(tmp_path):
-    from alpaca_farm.dpo import DPOConfig, read_labels
-    rows = [dict(q=f'Hi {i}.', a='Yes?', b='What?', preference=2) for i in range(4)]
-    cfg = DPOConfig(preferences=write(tmp_path/'pairs.json', rows),
-                    columns='instruction=q,output_1=a,output_2=b')
-    assert read_labels(cfg)[0][0]['output_1'] == 'What?'
-
-
 def test_good_and_bad_answers_are_read_from_a_table(tmp_path):
-    "KTO's, by both methods that learn from them."
+    "KTO's, in columns of other names, by both methods that learn from them."
     from alpaca_farm import binary_feedback, dpo
-    rows = [dict(prompt=f'Hi {i}.', completion='Yes?', label=i % 2 == 0) for i in range(10)]
-    path = put(tmp_path/'kto.csv', rows)
-    found, fields, labels = dpo.read_labels(dpo.DPOConfig(preferences=path, loss_type='kto'))
+    rows = [dict(q=f'Hi {i}.', completion='Yes?', label=i % 2 == 0) for i in range(10)]
+    given = dict(preferences=put(tmp_path/'kto.csv', rows), columns='prompt=q')
+    found, fields, labels = dpo.read_labels(dpo.DPOConfig(loss_type='kto', **given))
     assert found[1]['instruction'] == 'Hi 1.'
     assert fields == ('output',)
     assert labels[:3] == [[1.], [0.], [1.]]
-    cfg = binary_feedback.BinaryFeedbackConfig(preferences=path)
+    cfg = binary_feedback.BinaryFeedbackConfig(**given)
     learn, aside, n = binary_feedback._load_feedback(cfg)
     assert sorted(r['good'] for r in learn + aside) == [0.]*5 + [1.]*5
     assert n == 8

@@ -300,25 +300,22 @@ CUT = '<think>say the'
 LATE = 'the <think>words</think> say'
 
 
-@pytest.mark.parametrize('family, text, shown', [
-    ('qwen3', THINK, 'the words'), ('qwen3', CUT, ''), ('qwen3', 'the', 'the'),
-    ('qwen3', LATE, 'the words say'), ('bare', LATE, LATE)])   # without special tokens
-def test_thoughts_are_no_part_of_an_answer(family, text, shown):
-    "Also if the tags are special tokens."
+@pytest.mark.parametrize('family, opened, text, shown', [
+    ('qwen3', False, THINK, 'the words'), ('qwen3', True, THINK, 'the words'),
+    ('qwen3', False, CUT, ''), ('qwen3', True, CUT, ''),
+    ('qwen3', False, 'the', 'the'), ('qwen3', True, 'the', ''),
+    ('qwen3', False, LATE, 'the words say'), ('qwen3', True, LATE, 'say'),
+    ('bare', False, LATE, LATE)])   # without special tokens
+def test_thoughts_are_no_part_of_an_answer(family, opened, text, shown):
+    "Also if the tags are special tokens, or the prompt opens the thought."
     tokenizer = build(family)
-    assert decode(tokenizer(text)['input_ids'], tokenizer).replace('  ', ' ') == shown
-
-
-@pytest.mark.parametrize('text, shown', [
-    (THINK, 'the words'), (CUT, ''), ('the', ''), (LATE, 'say')])
-def test_a_thought_that_the_prompt_opens_is_no_part_of_an_answer(text, shown):
-    tokenizer = build('qwen3')
-    tokenizer.chat_template = OPENED
+    if opened:
+        tokenizer.chat_template = OPENED
     ids = tokenizer(text)['input_ids']
-    assert decode(ids, tokenizer).strip() == shown
+    for said in (ids, [*ids, end_token(tokenizer)]):
+        assert decode(said, tokenizer).replace('  ', ' ').strip() == shown
     if text == 'the':
         assert decode(ids, tokenizer, 'raw') == text
-        assert decode([*ids, end_token(tokenizer)], tokenizer) == ''   # the thought has no end
 
 
 NEWLINE = """{% for m in messages %}<|{{ m.role }}|>
