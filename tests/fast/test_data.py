@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 import published
-from alpaca_farm.data.dialogues import prompt_key
+from alpaca_farm.data.dialogues import as_messages, prompt_key
 from alpaca_farm.data.formats import CODES, FIELDS, READERS
 from alpaca_farm.data.records import _read_candidates, check_records, load_records, read_rows
 from alpaca_farm.data.text import encode
@@ -22,7 +23,7 @@ from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.look_at_data import find_odd, read_parts
 from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.run.runs import Run
-from published import ASK, KINDS, MORE, rated, RED, safe, say, vote, WRONG
+from published import KINDS, rated, RED, safe, vote, WRONG
 from tiny import write
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2
@@ -80,6 +81,9 @@ def votes(path):
     return [p['votes'] for p in pairs]
 
 
+def recorded_judge(path): return recorded_verdicts(path, '', {})
+
+
 def fails(name, *parts):
     "A refusal in one line that names the file, and then each of the parts."
     pattern = '.*'.join([re.escape(name), *parts])
@@ -122,7 +126,6 @@ AS_WRITTEN = {   # by other programs: a file's content, and the records in it
     'mark.csv': (b'\xef\xbb\xbf' + as_csv(ROWS), ROWS),
     'windows.jsonl': (as_lines(ROWS).replace(b'\n', b'\r\n') + b'\r\n\r\n', ROWS),
     'long.csv': (as_csv(LONG), LONG),
-    'a.JSONL': (as_lines(ROWS), ROWS),
     'a.ndjson': (as_lines(ROWS), ROWS),
     'a.JSONL.GZ': (gzip.compress(as_lines(ROWS)), ROWS)}
 
@@ -151,29 +154,14 @@ def test_a_saved_dataset(tmp_path):
         load_records(str(tmp_path/'one'), '', 'preference')
 
 
-@pytest.mark.parametrize('inner', ['', 'data/'])
-@pytest.mark.parametrize('suffix', ['parquet', 'jsonl.gz'])
-def test_shards_of_the_hub(tmp_path, inner, suffix):
-    one = tmp_path/f'{inner}train-00000-of-00002.{suffix}'
-    two = tmp_path/f'{inner}train-00001-of-00002.{suffix}'
-    put(one, ROWS[:3])
-    put(two, ROWS[3:])
-    put(tmp_path/f'{inner}test-00000-of-00001.{suffix}', ROWS[:1])
-    assert load_records(str(tmp_path), 'train', 'output') == ROWS
-    assert load_records(str(tmp_path), 'test', 'output') == ROWS[:1]
-    with fails('', f'{inner}test-00000-of-00001'):
-        load_records(str(tmp_path), 'val')
-    two.unlink()
-    with fails('', '1 of 2 shards'):
-        load_records(str(tmp_path), 'train')
-
-
 @pytest.mark.parametrize('inner', ['', 'data/', 'main/', 'main/data/'])
 def test_a_folder_as_it_was_downloaded_from_the_hub(tmp_path, inner):
-    "With the hub's names of splits, a README and a cache, perhaps in a configuration."
-    files = dict(train_prefs=PAIRS, train_sft=ROWS[:2], train_gen=ROWS[2:3], test=ROWS[3:])
+    "With the hub's names of splits, shards, a README and a cache, perhaps in a configuration."
+    files = dict(train_sft=ROWS[:2], train_gen=ROWS[2:3], test=ROWS[3:])
     for name, rows in files.items():
         put(tmp_path/f'{inner}{name}-00000-of-00001.parquet', rows)
+    put(tmp_path/f'{inner}train_prefs-00000-of-00002.jsonl.gz', PAIRS[:3])
+    second = put(tmp_path/f'{inner}train_prefs-00001-of-00002.jsonl.gz', PAIRS[3:])
     (tmp_path/'README.md').write_text('---\nlicense: mit\n---\n')
     write(tmp_path/'.cache/huggingface.json', [])
     spec = str(tmp_path)
@@ -184,6 +172,9 @@ def test_a_folder_as_it_was_downloaded_from_the_hub(tmp_path, inner):
         assert load_records(spec, name, 'output') == rows
     with fails('val.json'):
         load_records(spec, 'val')
+    Path(second).unlink()
+    with fails('', '1 of 2 shards'):
+        load_records(spec, 'preference')
     if 'main' in inner:
         write(tmp_path/'other/test.json', ROWS[:1])
         with fails('main', 'test-', 'other/test.json'):
@@ -218,56 +209,10 @@ BOT = bot('Yes?')
 END = bot('So long.')
 OTHER = bot('What?')
 TALK = turned('Hi.', 'Yes?', 'Bye.')
-TEXT = 'Human: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
-KIND = 'System: Be kind.\n\nHuman: Hi.\n\nAssistant:'
 SYSTEM = dict(role='system', content='Be kind.')
 IN_PARTS = user([dict(type='text', text='Hi.')])
 SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', 'value': 'Hi.'},
                             {'from': 'gpt', 'value': 'Yes?'}])
-
-
-@pytest.mark.parametrize('row, instruction, output', [
-    (dict(prompt=TALK, completion=[END]), TEXT, 'So long.'),
-    (dict(prompt='Hi.', completion='Yes?', label=True), 'Hi.', 'Yes?'),
-    (dict(messages=TALK + [END]), TEXT, 'So long.'),
-    (SHARE, 'Hi.', 'Yes?'),
-    (dict(messages=[SYSTEM, USER, BOT]), KIND, 'Yes?'),
-    (dict(messages=[IN_PARTS, BOT]), 'Hi.', 'Yes?'),
-    (dict(prompt='Hi.', messages=[USER, BOT], chosen=[USER, BOT], rejected=[USER, OTHER]),
-     'Hi.', 'Yes?'),
-    (dict(instruction='Hi.', input='', output='Yes?', text='### all of it'), 'Hi.', 'Yes?')])
-def test_shapes_of_demonstrations(tmp_path, row, instruction, output):
-    found, = load_records(write(tmp_path/'a.json', [row]), kind='output')
-    assert prompt_key(found) == (instruction, '')
-    assert found['output'] == output
-    assert ('messages' in found) == any(isinstance(v, list) for v in row.values())
-    for kept in ('label', 'text'):
-        assert found.get(kept) == row.get(kept)
-
-
-def dialogue(*turns): return dict(chosen=[*turns, BOT], rejected=[*turns, OTHER])
-
-
-SPACED = turned('Hi.', 'Yes?', 'Bye. ')
-LONGER = '\n\nHuman: Hi.\n\nAssistant: So long.'
-
-
-@pytest.mark.parametrize('row, instruction, behind', [
-    (dict(dialogue(USER), prompt='Hi.\n'), 'Hi.\n', ''),
-    (dict(dialogue(*TALK), prompt=SPACED), TEXT.replace('Bye.', 'Bye. '), ''),
-    (dict(dialogue(USER), prompt=[SYSTEM, USER]), KIND, ''),
-    (dict(dialogue(SYSTEM, USER), prompt='Hi.'), KIND, ''),
-    (dict(chosen=[USER, BOT], rejected=[USER, OTHER, USER, END]), 'Hi.', LONGER),
-    (dict(instruction='Hi.', chosen='Yes?', rejected='What?'), 'Hi.', '')])
-def test_shapes_of_preferences(tmp_path, row, instruction, behind):
-    "A turn that the rejected dialogue alone goes on with is a part of its answer."
-    found, = load_records(write(tmp_path/'a.json', [row]), kind='preference')
-    best = int(found['preference'])
-    assert prompt_key(found)[0] == instruction
-    assert found[f'output_{best}'] == 'Yes?'
-    assert found[f'output_{3 - best}'] == f'What?{behind}'
-
-
 ASKED = dict(  # the same prompt in every format, without its system turn
     alpaca=dict(instruction='Hi.', input='', output='Yes?'), SHARE=SHARE,
     chat=dict(messages=[USER, BOT]),
@@ -279,79 +224,46 @@ ASKED = dict(  # the same prompt in every format, without its system turn
             rejected='\n\nHuman: Hi.\n\nAssistant: No.'),
     turns=dict(chosen=[USER, BOT], rejected=[USER, OTHER]),
     rrhf=dict(query='Hi.', responses=['Yes?', 'What?'], scores=[1, 0]),
-    votes=published.vote('model_a'),
+    votes=vote('model_a'),
     rated=rated(RED, WRONG))
 
 
-def turns_of(record):
-    return record.get('messages') or [user(prompt_key(record)[0])]
-
-
 def without_prompt(record):
-    return {k: v for k, v in record.items() if k not in ('messages', 'instruction')}
+    prompt = 'messages', 'instruction', 'history', 'context'
+    return {k: v for k, v in record.items() if k not in prompt}
 
 
-@pytest.mark.parametrize('column', ['system', 'system_prompt'])
+SO = turned('So?', 'Yes.')
+
+
 @pytest.mark.parametrize('format', ASKED)
-def test_a_system_column_is_the_first_turn_in_every_format(tmp_path, format, column):
+@pytest.mark.parametrize('column, before', [   # a part of the prompt, and the turns that it adds
+    (dict(system='Be kind.'), [SYSTEM]), (dict(system_prompt='Be kind.'), [SYSTEM]),
+    (dict(system=' ', system_prompt=None, history=[], context=None), []),
+    (dict(history=[['So?', 'Yes.']]), SO)])
+def test_a_part_of_the_prompt_in_another_column_is_read_in_every_format(
+        tmp_path, format, column, before):
     columns = 'instruction=question' if format == 'orca' else ''
     def read(**more):
         path = write(tmp_path/'a.json', [ASKED[format] | more])
         return load_records(path, kind=ANY, columns=columns)[0]
     plain = read()
-    for text, first in (('Be kind.', [SYSTEM]), (' ', []), (None, [])):
-        found = read(**{column: text})
-        assert prompt_key(found) == prompt_key(dict(messages=first + turns_of(plain)))
-        assert without_prompt(found) == without_prompt(plain)
-        if format == 'pair':
-            pairs, = load_sets([str(tmp_path/'a.json')]).values()
-            assert pairs[0].get('messages') == (first + [USER] if first else None)
-
-
-PARTS = [   # columns beside the last question; the prompt's text and its input
-    (dict(history=[['Hi.', 'Yes?']]), TEXT, ''),
-    (dict(document='It rains.'), 'Bye.', 'It rains.'),
-    (dict(history=[], context=None), 'Bye.', '')]
-
-
-def asks_last(format):
-    "A record of a format whose prompt is *Bye.*"
-    return {k: 'Bye.' if v == 'Hi.' else v for k, v in ASKED[format].items()}
-
-
-def lists_as_text(row):
-    return {k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}
-
-
-@pytest.mark.parametrize('format', ['alpaca', 'trl', 'pair', 'chosen', 'rrhf'])
-@pytest.mark.parametrize('part, instruction, context', PARTS)
-def test_a_part_of_the_prompt_in_another_column_is_read(
-        tmp_path, format, part, instruction, context):
-    "Earlier turns and passages, in every format, also where people's votes are read."
-    row = asks_last(format) | part
-    files = [put(tmp_path/'a.json', [row])]
-    if format != 'rrhf':
-        files.append(put(tmp_path/'a.csv', [lists_as_text(row)]))
-    for file in files:
-        assert prompt_key(load_records(file, kind=ANY)[0]) == (instruction, context)
-        if format in ('pair', 'chosen'):
-            assert prompt_key(load_sets([file])['a'][0]) == (instruction, context)
+    found = read(**column)
+    assert prompt_key(found) == prompt_key(dict(messages=before + as_messages(plain)))
+    assert without_prompt(found) == without_prompt(plain)
+    if format == 'pair':
+        pairs, = load_sets([str(tmp_path/'a.json')]).values()
+        assert pairs[0].get('messages') == (before + [USER] if before else None)
 
 
 # labels and their codes
 
-NAMED = [   # names of classes, and what 0, 1, 2 mean
-    (['first', 'second', 'tie'], [1., 2., 1.5]),
-    (['model_a', 'model_b', 'both_bad'], [1., 2., 1.5]),
-    (['tie', '[[A]]', 'B>A'], [1.5, 1., 2.])]
-
-
-@pytest.mark.parametrize('names, meant', NAMED)
-def test_names_of_classes_say_which_answer_is_meant(tmp_path, names, meant):
+def test_names_of_classes_say_which_answer_is_meant(tmp_path):
     "In Parquet, in a saved dataset, and as words."
     from datasets import ClassLabel, Dataset
+    names = ['second', 'tie', 'first']
+    wanted = [2., 1.5, 1., 1.5]
     rows = [dict(PAIRS[i], preference=k) for i, k in enumerate((0, 1, 2, 1))]
-    wanted = [meant[r['preference']] for r in rows]
     held = Dataset.from_list(rows).cast_column('preference', ClassLabel(names=names))
     held.save_to_disk(tmp_path/'saved')
     held.to_parquet(tmp_path/'a.parquet')
@@ -362,35 +274,30 @@ def test_names_of_classes_say_which_answer_is_meant(tmp_path, names, meant):
         assert [v['people'] for v in votes(tmp_path/file)] == wanted
 
 
-@pytest.mark.parametrize('code, wanted', [('first_second_tie', [1., 2., 1.5]),
-                                          ('tie_first_second', [1.5, 1., 2.])])
 @pytest.mark.parametrize('suffix', ['jsonl', 'csv', 'parquet'])
-def test_the_numbers_0_1_2_need_a_code(tmp_path, suffix, code, wanted):
+def test_the_numbers_0_1_2_need_a_code(tmp_path, suffix):
     "In every file and wherever labels are read, but where the format says that 0 is a tie."
     path = tmp_path/f'a.{suffix}'
     rows = [dict(PAIRS[i], preference=i) for i in range(3)]
-    def verdicts(file): return recorded_verdicts(str(file), '', {})
-    def recorded(file): return read_recorded(str(file))
     put(path, rows)
-    for read in (preferences, votes, recorded, verdicts):
-        with pytest.raises(ValueError, match='first_second_tie'):
-            read(path)
-    assert preferences(path, columns=f'{code} = preference') == wanted
-    put(path, [{code if k == 'preference' else k: v for k, v in r.items()} for r in rows])
-    assert preferences(path) == wanted
-    assert [v['gold'] for v in votes(path)] == wanted
+    for read in (preferences, votes, read_recorded, recorded_judge):
+        with fails(path.name, 'first_second_tie'):
+            read(str(path))
+    assert preferences(path, columns='first_second_tie = preference') == [1, 2, 1.5]
+    put(path, [dict(instruction=f'{i}', output_1='a', output_2='b', tie_first_second=i)
+               for i in range(3)])
+    assert preferences(path) == [1.5, 1, 2]
+    assert [v['gold'] for v in votes(path)] == [1.5, 1, 2]
     put(path, [dict(r, price_per_example=.1) for r in rows])   # AlpacaEval's
     assert preferences(path) == [1.5, 1, 2]
 
 
-@pytest.mark.parametrize('value, read', [
-    (datetime.datetime(2026, 11, 28, 12), '2026-11-28T12:00:00'),
-    (datetime.timedelta(1), '1 day, 0:00:00'),
-    (dict(at=[datetime.date(2026, 1, 2)]), dict(at=['2026-01-02']))])
-def test_what_is_read_can_be_written(tmp_path, value, read):
+def test_what_is_read_can_be_written(tmp_path):
     "Whatever stands in a column that no one reads."
-    rows = read_rows(put(tmp_path/'a.parquet', [dict(r, other=value) for r in PAIRS]))
+    held = dict(at=[datetime.date(2026, 1, 2)], took=datetime.timedelta(1))
+    rows = read_rows(put(tmp_path/'a.parquet', [dict(r, other=held) for r in PAIRS]))
     write_json(tmp_path/'b.json', rows)
+    read = dict(at=['2026-01-02'], took='1 day, 0:00:00')
     assert rows == [dict(r, other=read) for r in PAIRS]
     assert read_json(tmp_path/'b.json') == rows
 
@@ -425,35 +332,17 @@ def test_published_sets_become_preferences(tmp_path, capsys, kind, suffix):
     assert set(given) <= {1, 1.5, 2}
 
 
-@pytest.mark.parametrize('first, turns', [('Green.', 3), ('Red.', 1)])
-def test_an_answer_belongs_to_the_dialogue_where_both_models_saw_it(tmp_path, first, turns):
-    sides = dict(conversation_a=[ASK, say('Green.'), MORE, say('a')],
-                 conversation_b=[ASK, say(first), MORE, say('b')])
-    path = write(tmp_path/'a.json', [vote('model_b') | sides])
-    found, = load_records(path, kind='preference')
-    assert len(found['messages']) == turns
-    assert found['output_2'].endswith('b')
-
-
 def test_which_of_two_labels_is_read_can_be_said(tmp_path):
     path = write(tmp_path/'a.json', [safe(0, 1)])
     assert preferences(path, columns='better_response_id=safer_response_id') == [2]
 
 
-OURS = 'instruction=q,output_1=a,output_2=b,'
-
-
 def test_what_is_used_and_left_out_is_told(tmp_path, capsys):
-    def said(rows, kind):
-        load_records(write(tmp_path/'a.json', rows), kind=kind)
-        return capsys.readouterr().out
-    told = said(ROWS + [dict(ROWS[0], extra='x')], 'output')
-    assert told == (f'{tmp_path}/a.json: 6 rows; used: instruction, input, output; '
-                    'not used: extra\n')
-    assert load_records(write(tmp_path/'a.json', ROWS + ROWS[:2]), kind='output') == ROWS
-    assert '2 exact duplicates' in capsys.readouterr().out
-    missing = [dict(p, preference=label) for p, label in zip(PAIRS, (1, 2, 1.5, None, ''))]
-    assert '2 pairs have no label' in said(missing, 'preference')
+    path = write(tmp_path/'a.json', ROWS + ROWS[:2])
+    assert load_records(path, kind='output') == ROWS
+    used, left_out = capsys.readouterr().out.splitlines()
+    assert used == f'{path}: 7 rows; used: instruction, input, output; not used: extra'
+    assert '2 exact duplicates' in left_out
 
 
 # what cannot be read
@@ -461,23 +350,15 @@ def test_what_is_used_and_left_out_is_told(tmp_path, capsys):
 HALF = [published.texts('model_a', True), published.texts('model_b', True)]
 HALF[1]['response_b'] = r'["Elm \udc00."]'
 LEFT = [   # a file's name, its content, and what is said of it
-    ('a.jsonl', b'{"instruction": "a"}\n{"instruction": "b", "x": ["\\uDE00"]}', 'row 1: half'),
     ('vote.json', as_json([vote('model_c')]), 'row 0'),
     ('one.json', as_json([dict(vote('tie'), conversation_a='Red.')]), 'row 0'),
-    ('a.json', b'['*200000 + b']'*200000, 'JSON'),
     ('a.xlsx', b'PK', 'not read'),
     ('b.csv', b'instruction,output\nSay,ok\na\n', "row 1: .*'output'"),
-    ('b.json.gz', gzip.compress(b'caf\xe9', mtime=0), 'byte 3'),
-    ('c.jsonl.gz', b'no gzip', ''),
-    ('e.parquet', b'no parquet', ''),
-    ('d.jsonl.gz', packed(as_json)(ROWS)[:-12], ''),
     ('f.jsonl', packed(as_lines)(ROWS), 'gzip'),
-    ('a.json.gz', gzip.compress(packed(as_json)([]), mtime=0), 'gzip'),
     ('c.csv', b'PK\x03\x04\xff', 'a spreadsheet'),
     ('g.json', as_parquet(ROWS), 'Parquet'),
     ('d.csv', 'instruction,output\n'.encode('utf-16'), 'UTF-16'),
-    ('e.csv', b'instruction;output\nWhy?;So.\n', "separated by ';'"),
-    ('f.csv', b'instruction\toutput\nWhy?\tSo.\n', 'separated by')]
+    ('e.csv', b'instruction;output\nWhy?;So.\n', "separated by ';'")]
 for suffix, form in FORMATS.items():
     LEFT.append((f'votes.{suffix}', form(HALF), 'row 1: half'))
 WRONG_FIELDS = dict(   # of a pair, and what is said of each
@@ -498,11 +379,7 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         _read_candidates(str(tmp_path/name))
 
 
-def recorded_sets(file): return load_sets([file])
-def recorded_judge(file): return recorded_verdicts(file, '', {})
-
-
-@pytest.mark.parametrize('read', [load_records, _read_candidates, read_recorded, recorded_sets,
+@pytest.mark.parametrize('read', [load_records, _read_candidates, read_recorded, votes,
                                   recorded_judge])
 @pytest.mark.parametrize('suffix', ['json', 'jsonl'])
 def test_a_row_that_is_no_object_is_refused_by_every_reader(tmp_path, read, suffix):
@@ -525,6 +402,10 @@ def test_a_file_that_unpacks_to_more_than_the_memory_holds_is_refused(
 
 # what is odd
 
+def dialogue(*turns): return dict(chosen=[*turns, BOT], rejected=[*turns, OTHER])
+
+
+SPACED = turned('Hi.', 'Yes?', 'Bye. ')
 P = dict(instruction='Why?', output_1='a', output_2='b', preference=1)
 Q = dict(prompt='Why?', chosen='yes', rejected='no')
 ASKS = dict(instruction='Why?', output='So.')
@@ -533,44 +414,52 @@ GUESSED = turned('Why?', 'Guess.', 'Why?')
 VOTED = dict(conversation_a=turned('Why?', 'a'), conversation_b=turned('Why?', 'b'))
 ONE_TURN = dict(conversations=[{'from': 'human', 'value': 'Why?'}],
                 chosen={'from': 'gpt', 'value': 'x'}, rejected={'from': 'gpt', 'value': 'y'})
-MEANT = {   # a kind of record, a row, and fields of what is read
-    'no scores': ('preference', dict(Q, score_chosen='', score_rejected=''), dict(better='yes')),
-    'null scores': ('preference', dict(Q, score_chosen=None, score_rejected=None),
-                    dict(better='yes')),
-    'nan scores': ('preference', dict(Q, score_chosen='nan', score_rejected='nan'),
-                   dict(better='yes')),
-    'higher score': ('preference', dict(Q, score_chosen=8, score_rejected=7), dict(better='yes')),
-    'equal scores': ('preference', dict(Q, score_chosen='7', score_rejected=7),
-                     dict(preference=1.5)),
-    'answers of digits': ('preference', dict(Q, chosen='2', rejected='1'), dict(better='2')),
-    'one message': ('preference', ONE_TURN, dict(better='x', messages=DONE[2:])),
-    'scores as text': ('preference', dict(instruction='Why?', output=['a', 'b'],
-                                          scores=['3', '10']), dict(score_chosen=10.)),
-    'prompt beside its turns': ('preference', dict(P, messages=DONE), dict(messages=DONE)),
-    'soft label, topic': ('preference', dict(P, win2_prob=.75, topic='x'), dict(preference=1.75)),
-    'turns as text': ('output', dict(prompt=json.dumps(DONE), completion='So.'),
-                      dict(messages=DONE)),
-    'chat as text': ('output', dict(messages=json.dumps(turned('Why?', 'So.'))),
-                     dict(output='So.')),
-    'an answer of JSON': ('output', dict(prompt='List them.', completion='[{"name": "Bo"}]'),
+MEANT = {   # a row, and fields of what is read
+    'no scores': (dict(Q, score_chosen='', score_rejected=''), dict(better='yes')),
+    'higher score': (dict(Q, score_chosen=8, score_rejected=7), dict(better='yes')),
+    'equal scores': (dict(Q, score_chosen='7', score_rejected=7), dict(preference=1.5)),
+    'scores as text': (dict(ASKS, output=['a', 'b'], scores=['3', '10']), dict(better='b')),
+    'answers of digits': (dict(Q, chosen='2', rejected='1'), dict(better='2')),
+    'one message': (ONE_TURN, dict(better='x', messages=DONE[2:])),
+    'prompt and its turns': (dict(dialogue(*TALK), prompt=SPACED),
+                             dict(messages=SPACED, better='Yes?', worse='What?')),
+    'prompt with a system turn': (dict(dialogue(USER), prompt=[SYSTEM, USER]),
+                                  dict(messages=[SYSTEM, USER], better='Yes?')),
+    'dialogues with a system turn': (dict(dialogue(SYSTEM, USER), prompt='Hi.'),
+                                     dict(messages=[SYSTEM, USER], better='Yes?')),
+    'a longer dialogue': (dict(chosen=[USER, BOT], rejected=[USER, OTHER, USER, END]),
+                          dict(worse='What?\n\nHuman: Hi.\n\nAssistant: So long.')),
+    'two answers after one': (
+        dict(vote('model_b'), conversation_a=turned('Hi.', 'Yes?', 'Bye.', 'a'),
+             conversation_b=turned('Hi.', 'What?', 'Bye.', 'b')),
+        dict(messages=[USER], better='What?\n\nHuman: Bye.\n\nAssistant: b')),
+    'no column of prompts': (dict(instruction='Hi.', chosen='Yes?', rejected='No.'),
+                             dict(instruction='Hi.', better='Yes?', worse='No.')),
+    'turns and an answer in a turn': (dict(prompt=TALK, completion=[END]),
+                                      dict(messages=TALK, output='So long.')),
+    'content in parts': (dict(messages=[IN_PARTS, BOT]), dict(messages=[USER], output='Yes?')),
+    'turns as text': (dict(prompt=json.dumps(DONE), completion='So.'), dict(messages=DONE)),
+    'chat as text': (dict(messages=json.dumps(turned('Why?', 'So.'))), dict(output='So.')),
+    'an answer of JSON': (dict(prompt='List them.', completion='[{"name": "Bo"}]'),
                           dict(output='[{"name": "Bo"}]')),
-    'history with the question': ('output', dict(ASKS, history=[['Hi.', 'Yes?'], ['Why?', None]]),
+    'history with the question': (dict(ASKS, history=[['Hi.', 'Yes?'], ['Why?', None]]),
                                   dict(messages=DONE)),
-    'history with the answer': ('output', dict(ASKS, history=[['Hi.', 'Yes?'], ['Why?', 'So.']]),
+    'history with the answer': (dict(ASKS, history=[['Hi.', 'Yes?'], ['Why?', 'So.']]),
                                 dict(messages=DONE)),
-    'history of the question': ('output', dict(ASKS, history=[['Why?', None]]),
-                                dict(instruction='Why?')),
-    'asked again': ('output', dict(ASKS, history=[['Why?', 'Guess.']]), dict(messages=GUESSED)),
-    'empty cell': ('output', dict(ASKS, system_prompt='NaN'), dict(instruction='Why?')),
-    'null cell': ('output', dict(ASKS, system_prompt='null'), dict(instruction='Why?'))}
+    'history behind a system turn': (dict(messages=[SYSTEM, USER, BOT], history=SO),
+                                     dict(messages=[SYSTEM, *SO, USER])),
+    'history of the question': (dict(ASKS, history=[['Why?', None]]), dict(instruction='Why?')),
+    'asked again': (dict(ASKS, history=[['Why?', 'Guess.']]), dict(messages=GUESSED)),
+    'empty cell': (dict(ASKS, system_prompt='NaN'), dict(instruction='Why?'))}
 
 
 @pytest.mark.parametrize('name', MEANT)
 def test_odd_data_is_read_as_it_is_meant(tmp_path, name):
-    kind, row, wanted = MEANT[name]
-    found, = load_records(write(tmp_path/'a.json', [row]), kind=kind)
-    if kind == 'preference':
-        found['better'] = found[f'output_{found["preference"]:.0f}']
+    row, wanted = MEANT[name]
+    found, = load_records(write(tmp_path/'a.json', [row]), kind=('preference', 'output'))
+    if 'preference' in found:
+        best = round(found['preference'])
+        found |= dict(better=found[f'output_{best}'], worse=found[f'output_{3 - best}'])
     assert found | wanted == found
 
 
@@ -584,76 +473,65 @@ LISTED = dict(Q, chosen=str(turned('Why?', 'a')), rejected=str(turned('Why?', 'b
 OTHERS = dict(Q, chosen=turned('How?', 'a'), rejected=turned('How?', 'b'))
 ZERO = [dict(P, price_per_example=1, output_2=f'{i}', preference=i % 2) for i in range(4)]
 BREAK = [dict(P, output_1='a\nb'), dict(P, output_1='a\r\nb')]
-TOLD = [   # a kind of record, rows, and what is said when they are read or looked at
-    ('preference', named_answers('response_1', 'response_2', 'response_1', 'response_2'),
-     'the name of an answer'),
-    ('preference', named_answers('a', 'b', 'b', 'a'), 'the name of an answer'),
-    ('preference', named_answers('response_1', 'response_2', 1, 2), 'the name of an answer'),
-    ('preference', named_answers('response_a', 'response_b', 'model_B', 'model_A'),
-     'the name of an answer'),
-    ('preference', LISTED, "'chosen' holds a list as text"),
-    ('preference', OTHERS, 'prompt differs from the first turn'),
-    ('preference', dict(Q, instruction='Use French.'), '`instruction` beside the prompt'),
-    ('preference', dict(P, messages=DONE[:1]), '`instruction`'),
-    ('preference', ZERO, 'labels are 0, 1,'),
-    ('preference', dict(VOTED, winner='model_a', turn=3), 'turn is 3'),
-    ('preference', BREAK, '1 of 2 rows say what another one says'),
-    ('preference', dict(system='Be kind.', question='Why?', chosen='x', rejected='y'),
-     'prompt=question'),
-    ('preference', dict(Q, rejected=None), "'rejected'"),
-    ('preference', dict(instruction='Why?', output=['a', 'b'], scores=['good', 'bad']),
-     '`scores`'),
-    ('output', dict(ASKS, history=[['Hi.', None]]), "'history'"),
-    ('output', dict(messages=WEIGHTED), 'weight 0'),
-    ('output', dict(messages=[dict(DONE[0], images=['x']), DONE[1]]), '`images`'),
-    ('output', dict(messages=[dict(DONE[0], documents=['x']), DONE[1]]), '`documents`'),
-    ('output', dict(messages=[dict(DONE[0], context=['x']), DONE[1]]), '`context`'),
-    ('candidates', dict(messages=turned('Hi.', 'Yes?'), instruction='Use French.'),
-     '`instruction` beside the prompt'),
-    ('preference', [dict(PAIRS[0], output_2='a')]*3, '3 pairs have two equal answers')]
-TOLD = [(*row, '') for row in TOLD] + [   # and how columns were chosen
-    ('preference', dict(P, question='How?'), "'question'", 'instruction=question')]
+NAMES = 'response_1', 'response_2'
+TOLD = [   # rows, and what is said when they are read or looked at
+    (named_answers(*NAMES, *NAMES), 'the name of an answer'),
+    (named_answers(*NAMES, 1, 2), 'the name of an answer'),
+    (named_answers('response_a', 'response_b', 'model_B', 'model_A'), 'the name of an answer'),
+    (LISTED, "'chosen' holds a list as text"),
+    (OTHERS, 'prompt differs from the first turn'),
+    (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: b'),
+     'no turn of the assistant in common'),
+    (dict(Q, instruction='Use French.'), '`instruction` beside the prompt'),
+    (ZERO, 'labels are 0, 1,'),
+    (dict(VOTED, winner='model_a', turn=3), 'turn is 3'),
+    (BREAK, '1 of 2 rows say what another one says'),
+    (dict(system='Be kind.', question='Why?', chosen='x', rejected='y'), 'prompt=question'),
+    (dict(Q, rejected=None), "'rejected'"),
+    (dict(instruction='Why?', output=['a', 'b'], scores=['good', 'bad']), '`scores`'),
+    (dict(ASKS, history=[['Hi.', None]]), "'history'"),
+    (dict(messages=WEIGHTED), 'weight 0'),
+    (dict(messages=[dict(DONE[0], images=['x']), DONE[1]]), '`images`'),
+    (dict(messages=[dict(DONE[0], context=['x']), DONE[1]]), '`context`'),
+    ([dict(PAIRS[0], output_2='a')]*3, '3 pairs have two equal answers')]
 
 
-def said_of(path, kind, columns):
+def said_of(path, columns=''):
     "What a refusal says, or what is found when the data is looked at."
     try:
-        load_records(path, kind=kind, columns=columns)
+        load_records(path, kind=('preference', 'output', 'instruction'), columns=columns)
         return str(find_odd(read_parts(path, '', columns), [{}], {}))
     except ValueError as e:
         return str(e)
 
 
-@pytest.mark.parametrize('kind, rows, name, columns', TOLD)
-def test_odd_data_is_told(tmp_path, kind, rows, name, columns):
-    path = write(tmp_path/'a.json', rows if isinstance(rows, list) else [rows])
-    assert name in said_of(path, kind, columns)
+@pytest.mark.parametrize('rows, message', TOLD)
+def test_odd_data_is_told(tmp_path, rows, message):
+    assert message in said_of(write(tmp_path/'a.json', rows if isinstance(rows, list) else [rows]))
+
+
+def test_a_column_is_not_named_as_another_that_is_there(tmp_path):
+    path = write(tmp_path/'a.json', [dict(P, question='How?')])
+    assert "'question'" in said_of(path, 'instruction=question')
 
 
 def test_a_turn_of_a_tool_is_nothing_odd(tmp_path):
     turns = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
-    assert said_of(write(tmp_path/'a.json', [dict(messages=turns)]), 'instruction', '') == '[]'
+    assert said_of(write(tmp_path/'a.json', [dict(messages=turns)])) == '[]'
 
 
 # what methods make of it
 
-def test_methods_read_columns_of_other_names(tmp_path):
-    from alpaca_farm.dpo import DPOConfig, read_labels
-    rows = [dict(q=f'Hi {i}.', a='Yes?', b='What?', preference=2) for i in range(4)]
-    cfg = DPOConfig(preferences=write(tmp_path/'pairs.json', rows), columns=OURS[:-1])
-    assert read_labels(cfg)[0][0]['output_1'] == 'What?'
-
-
 def test_good_and_bad_answers_are_read_from_a_table(tmp_path):
-    "KTO's, by both methods that learn from them."
+    "KTO's, in columns of other names, by both methods that learn from them."
     from alpaca_farm import binary_feedback, dpo
-    rows = [dict(prompt=f'Hi {i}.', completion='Yes?', label=i % 2 == 0) for i in range(10)]
-    path = put(tmp_path/'kto.csv', rows)
-    found, fields, labels = dpo.read_labels(dpo.DPOConfig(preferences=path, loss_type='kto'))
+    rows = [dict(q=f'Hi {i}.', completion='Yes?', label=i % 2 == 0) for i in range(10)]
+    given = dict(preferences=put(tmp_path/'kto.csv', rows), columns='prompt=q')
+    found, fields, labels = dpo.read_labels(dpo.DPOConfig(loss_type='kto', **given))
     assert found[1]['instruction'] == 'Hi 1.'
     assert fields == ('output',)
     assert labels[:3] == [[1.], [0.], [1.]]
-    cfg = binary_feedback.BinaryFeedbackConfig(preferences=path)
+    cfg = binary_feedback.BinaryFeedbackConfig(**given)
     learn, aside, n = binary_feedback._load_feedback(cfg)
     assert sorted(r['good'] for r in learn + aside) == [0.]*5 + [1.]*5
     assert n == 8
@@ -724,10 +602,6 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
         answers += rrhf._candidate_tokens(query, tokenizer)
     assert ends(answers, tokenizer) == ENDS
     pairs, = load_sets([path]).values()
-    assert_ends_are_known(pairs)
-
-
-def assert_ends_are_known(pairs):
     for p in pairs:
         assert p['ended_1'] == ENDS[p['output_1']]
         assert p['ended_2'] == ENDS[p['output_2']]

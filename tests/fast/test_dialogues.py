@@ -59,16 +59,13 @@ def as_chat(record):
 
 @pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
 def test_every_pair_of_hh_rlhf_round_trips():
-    "To the byte, as hh-rlhf's texts and as TRL's messages."
+    "To the byte."
     with gzip.open(HH, 'rt') as f:
         rows = [json.loads(line) for line in f]
     found = load_records(str(HH), kind='preference')
     assert len(found) == len(rows) == 2312
     for record, row in zip(found, rows):
         assert as_hh(record) == row
-        again, = as_records([as_chat(record)], 'a', ['preference'])
-        assert again['messages'] == record['messages']
-        assert named_answers(again) == named_answers(record)
         for text in row.values():
             assert dialogue_text(parse_dialogue(text)) == text
 
@@ -114,8 +111,6 @@ def asks_the_sky(call):
 
 
 @pytest.mark.parametrize('row, kind, name', [
-    (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
-     'preference', 'no turn'),
     (dict(messages=[turn('robot', 'a')]), 'output', 'robot'),
     (dict(messages=asks_the_sky(CALLS)), 'output', 'calls a tool'),
     (dict(messages=asks_the_sky(SKY)), 'output', 'calls a tool'),
@@ -126,8 +121,6 @@ def asks_the_sky(call):
 def test_what_is_no_dialogue(tmp_path, row, kind, name):
     "One sentence naming file and row."
     good = dict(messages=HELLO, output='So long.')
-    if 'chosen' in row:
-        good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row}
     with pytest.raises(ValueError, match=rf'a\.jsonl, row 1: [^\n]*{name}[^\n]*$'):
         load_records(write(tmp_path/'a.jsonl', [good, row]), kind=kind)
 
@@ -153,31 +146,13 @@ def talks(base, tmp_path_factory):
     return folder
 
 
-WORDS = [('system', 'Be kind.'), ('user', 'Hi.'), ('assistant', 'Hello!'), ('user', 'Who?'),
-         ('assistant', 'A baker.'), ('user', 'Why?'), ('assistant', 'It is cold.')]
-SAID = [turn(*words) for words in WORDS]
-
-
-def answered_at(template):
-    "Where the answers of that dialogue stand, each with its end, in tokens of one letter."
-    found = []
-    at = 1   # behind <s>
-    for role, said in WORDS:
-        if template == 'raw':
-            name = 'Human' if role == 'user' else role.title()
-            at += len(f'\n\n{name}:')
-            said = f' {said}'
-        if role == 'assistant':
-            found.append(tuple(range(at, at + len(said) + 1)))
-        at += len(said)
-        if template != 'raw':   # where only the last answer has an end
-            at += 1
-    return found
+SAID = [turn('system', 'Be kind.'),
+        *dialogue('Hi.', 'Hello!', 'Who?', 'A baker.', 'Why?', 'It is cold.')]
 
 
 @pytest.mark.parametrize('template', ['auto', 'raw'])
 def test_every_turn_of_the_assistant_is_learned_or_the_last(tmp_path, template):
-    "The positions of a dialogue that are learned, beside a twin that walks through its turns."
+    "Each behind the tokens of the turns before it."
     tokenizer = tiny.letters()
     write(tmp_path/'sft.jsonl', [
         dict(messages=SAID), dict(messages=SAID[:5]),   # begin alike
@@ -186,19 +161,16 @@ def test_every_turn_of_the_assistant_is_learned_or_the_last(tmp_path, template):
         cfg = sft.SFTConfig(data=str(tmp_path), template=template, **how)
         records = sft._load_demonstrations(cfg, 'split', None)
         _, prompts, (answers,) = encode(records, ('output',), tokenizer, 500, template)
-        return [(p + a, tuple(range(len(p), len(p + a)))) for p, a in zip(prompts, answers)]
-    every = learned()
+        return [(p + a, tokenizer.decode(a).strip()) for p, a in zip(prompts, answers)]
+    *every, other = learned()
     last = learned(turns='last')
     whole = last[0][0]
-    wanted = answered_at(template)
-    of_dialogue = [(ids, rows) for ids, rows in every if ids[:9] == whole[:9]]
-    assert sorted(rows for _, rows in of_dialogue) == wanted
-    for ids, _ in of_dialogue:
+    assert {text for _, text in every} == {'Hello!</s>', 'A baker.</s>', 'It is cold.</s>'}
+    assert len(every) == 3
+    for ids, _ in every:
         assert ids[:-1] == whole[:len(ids) - 1]
-    assert last[0][1] == wanted[2]
-    assert last[1][1] == wanted[1]
-    assert len(every) == 4
-    assert every[-1] == last[-1]
+    assert [text for _, text in last] == ['It is cold.</s>', 'A baker.</s>', 'Yes.</s>']
+    assert other == last[-1]
 
 
 def longest(pairs):

@@ -111,20 +111,17 @@ def test_the_command_is_one_that_begins(base, tmp_path, kind):
 
 
 def test_a_run_says_what_is_odd_and_leaves_it(base, tmp_path, capsys):
-    out = tiny.run('look_at_data', base, tmp_path/'look').folder
+    out = tiny.run('look_at_data', base, tmp_path/'look', max_instances=50).folder
     said = capsys.readouterr().out
     for f in read_json(out/'findings.json'):
         assert f'{f["split"]}: {f["finding"]}' in said
     assert read_summary(out)['command'] in said
+    assert read_summary(out)['records'] == dict(preferences=50)
     assert (out/'lengths.png').exists()
-    assert 'the first of 60 records, as the model reads it' in said
-    cfg = tiny.config('look_at_data', **tiny.settings('look_at_data', base, out=str(out)))
+    assert 'the first of 50 records, as the model reads it' in said
+    cfg = tiny.config('look_at_data', **tiny.settings('look_at_data', base, out=str(out)),
+                      max_instances=50)
     assert len(tiny.show_results('look_at_data', cfg)) > 2
-
-
-def test_a_part_of_the_data_is_looked_at(base, tmp_path):
-    run = tiny.run('look_at_data', base, tmp_path/'first', max_instances=7)
-    assert read_summary(run.folder)['records'] == dict(preferences=7)
 
 
 def test_what_cannot_be_looked_at_is_refused(base):
@@ -162,15 +159,10 @@ def test_soft_labels_are_told_by_the_better_answer():
     assert 'labels preference: both are as good (1); the first is better (50); the' in said
 
 
-@pytest.mark.parametrize('p, better, name', [
-    (1., 'b', 'better answer'),
-    (2., 'c', 'better answer'),
-    (1.5, 'b', 'answer 1'),
-    (None, 'b', 'answer 1')])
-def test_the_better_answer_is_shown_first(p, better, name):
-    shown = learned_texts(dict(output_1='b', output_2='c', preference=p, ended_2=False))
-    assert shown[0] == (name, better, better == 'b')
-    assert len(shown) == 2
+@pytest.mark.parametrize('p, name', [(1., 'better answer'), (1.5, 'answer 1'), (None, 'answer 1')])
+def test_the_first_answer_is_shown_first_unless_the_other_is_better(p, name):
+    shown = learned_texts(dict(output_1='b', output_2='c', preference=p))
+    assert shown[0] == (name, 'b', True)
 
 
 RUNS = {'world': {'': ['eval', 'preference', 'sft', 'unlabeled', 'val'], 'labelled': ['labelled']},

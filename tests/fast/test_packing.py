@@ -1,7 +1,7 @@
 "Packed batches: numbers are those of each sequence alone, for each family of models."
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 import tiny
 import alpaca_farm.model.logprobs as core_models
@@ -111,18 +111,17 @@ def test_gradients(checkpointed, monkeypatch):
 
 
 PROMPT = st.lists(st.integers(3, 5), min_size=1, max_size=4)
-
-
 ANSWER = st.lists(st.integers(3, 9), max_size=12)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(PROMPT, ANSWER), min_size=2, max_size=12),
+@given(st.lists(st.tuples(PROMPT, ANSWER), min_size=1, max_size=12),
        st.sampled_from(['left', 'right', 'rollout']))
 def test_each_row_holds_its_sequence(rows, side):
     "In the list and in attention's rows, where prompts are shared and answers are not."
     prompts = [p for p, _ in rows]
     answers = [a for _, a in rows]
+    assume(any(answers))
     batch = batch_of(prompts, answers, side)
     packed = pack(**batch)
     tokens = sum(map(len, answers)) + sum(map(len, {tuple(p) for p in prompts}))
@@ -137,12 +136,6 @@ def test_each_row_holds_its_sequence(rows, side):
         assert numbers[:n].equal(packed.index[i][batch['mask'][i].bool()])
         assert packed.ids[0, numbers[:n]].tolist() == p + a
         assert packed.positions[0, numbers[:n]].tolist() == list(range(n))
-
-
-def test_nothing_to_pack():
-    "Sequences of one length, each with its own prompt, and a single sequence stay as they are."
-    assert pack(**collate([[1, 4, 3], [1, 5, 3]], [[7, 2], [8, 2]], 0)) is None
-    assert pack(**collate([[1, 4, 3]], [[7, 2]], 0)) is None
 
 
 def batch_of(prompts, answers, side):
