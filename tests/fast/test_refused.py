@@ -59,6 +59,8 @@ FILES = dict(   # their names stand in braces below
     not_drawn=[dict(instruction='Say 1.', output_1='a', output_2='c', preference=1, drawn='duel')],
     fair=thumbs(7, 'fair'),
     odd=thumbs(5, 2),
+    text=[dict(query='x', responses='y')],
+    mixed=[dict(query='x', responses=['y', 3])],
     one_ended=[dict(instruction='x', output=['y', 'z'], ended=True)],
     all_bad=useless([0]*12),
     all_ties=useless([.5]*12),
@@ -76,6 +78,7 @@ WORLDS = dict(   # what is wrong in the file of a world
     lost_pool=dict(pool='./pools.json'),
     lost_judge=dict(board_judge='nobody:judge'),
     lost_labels=dict(preferences='../labels.json'),
+    lost_utility=dict(utility='nobody:utility'),
     flips=dict(label_flip=2),
     unknown=dict(pol='a'))
 
@@ -157,6 +160,8 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('binary_feedback', dict(preferences='{all_ties}', held_out=4), 'held_out = 4'),
     # candidates
     ('rrhf', dict(reward_model=''), 'score is None'),
+    ('rrhf', dict(candidates='{text}'), 'text.json'),
+    ('rrhf', dict(candidates='{mixed}'), 'mixed.json'),
     ('rrhf', dict(candidates='{one_ended}'), 'one_ended.json'),
     ('rrhf', dict(reward_model=f'{HERE}:indifferent', missing_eos=''), 'nothing to rank'),
     ('expert_iteration', dict(rounds=61), '60 requests'),
@@ -204,6 +209,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('farm', dict(world='{lost_pool}'), 'pool'),
     ('farm', dict(world='{lost_judge}'), 'nobody'),
     ('farm', dict(world='{lost_labels}'), 'preferences'),
+    ('farm', dict(world='{lost_utility}'), 'nobody'),
     ('farm', dict(world='{flips}'), 'label_flip = 2'),
     ('farm', dict(world='{unknown}'), 'pol')]
 for name in TRAINED:
