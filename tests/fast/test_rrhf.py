@@ -1,5 +1,6 @@
 """RRHF: its step with each candidate read alone, candidates from anywhere, whole runs."""
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from alpaca_farm import rrhf
 from alpaca_farm.data.records import LISTS, select_candidates
 from alpaca_farm.data.text import collate, decode, encode_responses
 from alpaca_farm.model.logprobs import load_policy, logprobs
-from alpaca_farm.rrhf import rrhf_batch, rrhf_loss, rrhf_step, RRHFConfig
+from alpaca_farm.rrhf import rrhf_batch, rrhf_step, RRHFConfig
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, read_summary, Run
 from tiny import write
@@ -40,15 +41,19 @@ def some(base, models):
 
 @torch.no_grad()
 def by_hand(policy, tokenizer, query, prompt, cfg):
-    "One query's losses, each candidate read alone, and divided by its own length."
+    "Equation 2 and 3 for one query, each candidate read alone and divided by its own length."
     sums = []
     means = []
     for ids in rrhf._candidate_tokens(query, tokenizer):
         sums.append(logprobs(policy, collate([prompt], [ids], 0)).sum().item())
         means.append(sums[-1]/len(ids)**cfg.length_penalty)
-    scores = torch.tensor([query['scores']])
-    rank = rrhf_loss(torch.tensor([means]), scores, scores.isfinite(), cfg.rank_reduction)
-    return dict(rank=rank.item(), nll=-sums[scores.argmax()])
+    scores = query['scores']
+    leads = [means[i] - means[j] for i, j in permutations(range(len(means)), 2)
+             if scores[i] < scores[j]]
+    rank = sum(max(0., lead) for lead in leads)
+    if cfg.rank_reduction == 'mean':
+        rank /= max(1, len(leads))
+    return dict(rank=rank, nll=-sums[scores.index(max(scores))])
 
 
 @pytest.mark.parametrize('more', [
