@@ -1,4 +1,4 @@
-"""Sampling where a model has an adapter or its layers are checkpointed."""
+"""Sampling where layers are checkpointed, and by steps that a GPU can replay."""
 import torch
 
 import pytest
@@ -14,30 +14,13 @@ torch.set_num_threads(1)
 def tokens(answers): return [[s.tokens for s in x] for x in answers]
 
 
-@torch.no_grad()
-def theirs(model, prompt, steps):
-    "The greedy answer of `model.generate`."
-    answer = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=steps,
-                            do_sample=False)[0, len(prompt):].tolist()
-    return answer[:answer.index(2) + 1] if 2 in answer else answer
-
-
-@pytest.mark.slow
-def test_lora_and_checkpointing_change_nothing():
-    from peft import LoraConfig, get_peft_model
+def test_checkpointing_changes_nothing():
     prompts = ragged(20)
-    plain = tokens(generate(policy('llama'), ragged(20), 1, 12, 0))
-    config = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], init_lora_weights=False)
-    model = get_peft_model(family('llama'), config).eval()
-    found = [x for x, in tokens(generate(Policy(model.get_base_model()), prompts, 1, 12, 0))]
-    assert found == [theirs(model, p, 12) for p in prompts]
-    with model.disable_adapter():
-        assert tokens(generate(Policy(model.get_base_model()), prompts, 1, 12, 0)) == plain
+    plain = generate(policy('llama'), prompts, 1, 12, 0)
     model = family('llama')
     model.gradient_checkpointing_enable()
     model.train()
-    assert tokens(generate(Policy(model), prompts, 1, 12, 0)) == plain
-    assert model.training
+    assert tokens(generate(Policy(model), prompts, 1, 12, 0)) == tokens(plain)
 
 
 @pytest.mark.parametrize('prompts', [ragged(20), [[5] * 9, [6] * 9]], ids=['padded', 'alike'])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from alpaca_farm import sft
 from alpaca_farm.model import generation, logprobs as core_models, memory, rewards
-from alpaca_farm.model.logprobs import load_policy, load_scalar, response_logprobs
+from alpaca_farm.model.logprobs import load_policy, load_scalar
 from alpaca_farm.run.runs import read_log, Run
 from alpaca_farm.train import trainer as training
 from alpaca_farm.train.answers import answering, load_split, sample_answers
@@ -77,8 +77,8 @@ def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch, 
     assert dtypes == {getattr(torch, dtype)}
 
 
-def test_forward_batch(base, models, monkeypatch):
-    "It divides sampling and log-probs, and changes none of their results but for float ties."
+def test_forward_batch(base, monkeypatch):
+    "It divides sampling, and changes none of the answers."
     sizes = []
     write = generation._write_batch
     results = []
@@ -89,12 +89,9 @@ def test_forward_batch(base, models, monkeypatch):
     for n in (0, 3):
         cfg = sft_config(base, forward_batch=n)
         policy = load_policy(cfg.policy, cfg)
-        answers = sample_answers(policy, load_split(cfg, 'eval_split'), answering(cfg))
-        results.append(([r['output'] for r in answers], response_logprobs(
-            policy, models.prompts, models.answers)))
-    assert results[0][0] == results[1][0]
+        results.append(sample_answers(policy, load_split(cfg, 'eval_split'), answering(cfg)))
+    assert results[0] == results[1]
     assert sizes == [10, 3, 3, 3, 1]
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('settings', [{}, dict(lora_rank=4)])
