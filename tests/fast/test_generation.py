@@ -1,4 +1,4 @@
-"""Sampling where layers are checkpointed, and by steps that a GPU can replay."""
+"""Sampling where a model has an adapter or its layers are checkpointed."""
 import torch
 
 import pytest
@@ -14,13 +14,22 @@ torch.set_num_threads(1)
 def tokens(answers): return [[s.tokens for s in x] for x in answers]
 
 
-def test_checkpointing_changes_nothing():
-    prompts = ragged(20)
-    plain = generate(policy('llama'), prompts, 1, 12, 0)
+@pytest.mark.slow
+def test_lora_and_checkpointing_change_nothing():
+    "With an adapter the answers are those of the merged model."
+    from peft import LoraConfig, get_peft_model
+    def greedy(model): return tokens(generate(Policy(model), ragged(20), 1, 12, 0))
+    plain = greedy(family('llama'))
+    config = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], init_lora_weights=False)
+    model = get_peft_model(family('llama'), config).eval()
+    adapted = greedy(model.get_base_model())
+    with model.disable_adapter():
+        assert greedy(model.get_base_model()) == plain != adapted
+    assert greedy(model.merge_and_unload()) == adapted
     model = family('llama')
     model.gradient_checkpointing_enable()
     model.train()
-    assert tokens(generate(Policy(model), prompts, 1, 12, 0)) == tokens(plain)
+    assert greedy(model) == plain
 
 
 @pytest.mark.parametrize('prompts', [ragged(20), [[5] * 9, [6] * 9]], ids=['padded', 'alike'])
