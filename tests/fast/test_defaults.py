@@ -114,8 +114,8 @@ def test_settings_have_numbers_as_soon_as_they_are_made(base, tmp_path, capsys):
     assert real.beta == .1
     assert real.eval_temperature == .8
     assert absent.learning_rate == 1e-5   # of 7 billion, with adapters
-    likelihoods = [RewardModelConfig(**given).likelihood for given in ({}, dict(policy='some/model'))]
-    assert likelihoods == [.2, 0.]
+    assert RewardModelConfig().likelihood == .2
+    assert RewardModelConfig(policy='some/model').likelihood == 0.
     with pytest.raises(SystemExit):
         from_args(DPOConfig, ['--help'])
     assert '(default: by size, 0.0003 for a toy,' in ' '.join(capsys.readouterr().out.split())

@@ -1,5 +1,4 @@
 """What a run holds is bounded, and what is not needed is not held."""
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -144,37 +143,18 @@ def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
     assert len(seen) > 3
 
 
-@pytest.fixture
-def four_bits(base):
-    return sft_config(base, lora_rank=4, quantize=True, device='cpu', dtype='bfloat16')
-
-
-def with_bitsandbytes(monkeypatch, there):
-    "As if the package were installed, or as if it were not."
-    find = importlib.util.find_spec
-    def found(name, *args):
-        if name == 'bitsandbytes':
-            return object() if there else None
-        return find(name, *args)
-    monkeypatch.setattr('alpaca_farm.model.loading.find_spec', found)
-
-
-def test_four_bits_need_a_package(four_bits, monkeypatch):
-    with_bitsandbytes(monkeypatch, False)
-    with pytest.raises(ImportError, match='bitsandbytes'):
-        load_policy(four_bits.policy, four_bits, train=True)
-
-
-def test_four_bits_are_asked_for(four_bits, monkeypatch):
-    "How the frozen weights are loaded."
+def test_four_bits_are_asked_for_of_a_package(base, monkeypatch):
+    "As if it were not installed, and as if it were."
+    cfg = sft_config(base, lora_rank=4, quantize=True, device='cpu', dtype='bfloat16')
     seen = {}
     def load_model(*args, **more):
         seen.update(more)
-        raise InterruptedError
-    with_bitsandbytes(monkeypatch, True)
+        raise InterruptedError('loaded')
     monkeypatch.setattr(core_models, 'load_model', load_model)
-    with pytest.raises(InterruptedError):
-        load_policy(four_bits.policy, four_bits, train=True)
+    for found, said in ((None, 'bitsandbytes'), (object(), 'loaded')):
+        monkeypatch.setattr('alpaca_farm.model.loading.find_spec', lambda name, it=found: it)
+        with pytest.raises((ImportError, InterruptedError), match=said):
+            load_policy(cfg.policy, cfg, train=True)
     assert seen['quantization_config'].load_in_4bit
     assert seen['quantization_config'].bnb_4bit_compute_dtype == torch.bfloat16
 
