@@ -62,20 +62,6 @@ def test_the_optimiser_is_freed_before_the_answers(base, tmp_path, monkeypatch):
     assert held == [(0, {None})]
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch, dtype):
-    dtypes = set()
-    update = generation._GrowingLayer.update
-    def recorded(self, *args, **kwargs):
-        kept = update(self, *args, **kwargs)
-        dtypes.update(x.dtype for x in kept)
-        return kept
-    monkeypatch.setattr(generation._GrowingLayer, 'update', recorded)
-    monkeypatch.setattr(models.policy, 'dtype', getattr(torch, dtype))
-    generation.generate(models.policy, models.prompts[:4], max_new_tokens=6)
-    assert dtypes == {getattr(torch, dtype)}
-
-
 def test_forward_batch(base, monkeypatch):
     "It divides sampling, and changes none of the answers."
     sizes = []
