@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from alpaca_farm import rrhf
-from alpaca_farm.data.records import LISTS, select_candidates
+from alpaca_farm.data.records import LISTS
 from alpaca_farm.data.text import collate, decode, encode_responses
 from alpaca_farm.model.logprobs import load_policy, logprobs
 from alpaca_farm.rrhf import rrhf_batch, rrhf_step, RRHFConfig
@@ -22,29 +22,12 @@ torch.set_num_threads(1)
 def config(base, **more): return RRHFConfig(**tiny.settings('rrhf', base) | more)
 
 
-@pytest.fixture(scope='module')
-def some(base, models):
-    "Twelve queries of two or three scored candidates, and their prompts."
-    rng = np.random.default_rng(0)
-    loaded, left_out = rrhf._load_queries(Run(config(base), dict(settings={})), models.tokenizer, [])
-    assert left_out < 10
-    queries = []
-    for i, (query, _) in enumerate(loaded[:12]):
-        if i % 3:
-            query = select_candidates(query, [0, 1])
-        # a small reward model's scores are mostly the policy's own likelihoods, all in order
-        scores = rng.normal(size=len(query['output'])).tolist()
-        queries.append(dict(query, scores=scores))
-    assert {len(q['output']) for q in queries} == {2, 3}
-    return queries, [prompt for _, prompt in loaded[:12]]
-
-
 @torch.no_grad()
-def by_hand(policy, tokenizer, query, prompt, cfg):
+def by_hand(policy, query, prompt, cfg):
     "Equation 2 and 3 for one query, each candidate read alone and divided by its own length."
     sums = []
     means = []
-    for ids in rrhf._candidate_tokens(query, tokenizer):
+    for ids in query['tokens']:
         sums.append(logprobs(policy, collate([prompt], [ids], 0)).sum().item())
         means.append(sums[-1]/len(ids)**cfg.length_penalty)
     scores = query['scores']
@@ -59,12 +42,18 @@ def by_hand(policy, tokenizer, query, prompt, cfg):
 @pytest.mark.parametrize('more', [
     {}, dict(rank_reduction='sum', length_penalty=0.),
     dict(length_penalty=.5, rrhf_weight=.5)], ids=str)
-def test_step_is_every_candidate_read_alone(base, models, some, more):
-    queries, prompts = some
+def test_step_is_every_candidate_read_alone(base, models, more):
+    "Of two or three candidates."
+    rng = np.random.default_rng(0)
+    queries = []
+    for i, prompt in enumerate(models.prompts[:12]):
+        k = 2 + i % 2
+        query = dict(output=['']*k, tokens=models.answers[i:i + k], ended=[True]*k)
+        queries.append((dict(query, scores=rng.normal(size=k).tolist()), prompt))
     cfg = config(base, **more)
-    found = rrhf_step(models.policy, rrhf_batch([*zip(queries, prompts)], models.tokenizer), cfg)
-    for i, (query, prompt) in enumerate(zip(queries, prompts)):
-        want = by_hand(models.policy, models.tokenizer, query, prompt, cfg)
+    found = rrhf_step(models.policy, rrhf_batch(queries, models.tokenizer), cfg)
+    for i, (query, prompt) in enumerate(queries):
+        want = by_hand(models.policy, query, prompt, cfg)
         for name, value in want.items():
             assert found[name][i].item() == pytest.approx(value, rel=1e-4, abs=1e-4)
     torch.testing.assert_close(found['loss'], cfg.rrhf_weight*found['rank'] + found['nll'])
