@@ -43,13 +43,14 @@ def by_hand(policy, query, prompt, cfg):
     {}, dict(rank_reduction='sum', length_penalty=0.),
     dict(length_penalty=.5, rrhf_weight=.5)], ids=str)
 def test_step_is_every_candidate_read_alone(base, models, more):
-    "Of two or three candidates."
+    "Of two or three candidates of different lengths."
     rng = np.random.default_rng(0)
     queries = []
     for i, prompt in enumerate(models.prompts[:12]):
         k = 2 + i % 2
-        query = dict(output=['']*k, tokens=models.answers[i:i + k], ended=[True]*k)
-        queries.append((dict(query, scores=rng.normal(size=k).tolist()), prompt))
+        tokens = [answer[:4 + 5*j] for j, answer in enumerate(models.answers[i:i + k])]
+        scores = rng.normal(size=k).tolist()
+        queries.append((dict(output=['']*k, tokens=tokens, ended=[True]*k, scores=scores), prompt))
     cfg = config(base, **more)
     found = rrhf_step(models.policy, rrhf_batch(queries, models.tokenizer), cfg)
     for i, (query, prompt) in enumerate(queries):
