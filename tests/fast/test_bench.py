@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from alpaca_farm import bench
-from alpaca_farm.bench import BenchConfig, compare_methods, differences, plan
+from alpaca_farm.bench import BenchConfig, compare_methods, detectable, differences, plan
 from alpaca_farm.dpo import Loss
 from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.run.settings import from_args
@@ -49,27 +49,16 @@ def test_the_first_word_of_the_command_is_the_method():
     assert from_args(BenchConfig, ['--worlds', '4']).method == ''
 
 
-def rates(lead, rng, worlds=12):
-    "Win rates whose worlds differ by 4 points, and DPO's and the method's luck by 1.5 points."
-    rows = []
-    for world in range(worlds):
-        level = rng.normal(57, 4)
-        for method, more in dict(dpo=0., new=lead, sft=-7.).items():
-            rows.append(dict(method=method, world=world, crowd=level + more + rng.normal(0, 1.5)))
-    return pd.DataFrame(rows)
-
-
-def test_two_planted_points_are_found_and_none_are_not():
-    "In four of five benches, and in one of twenty."
-    rng = np.random.default_rng(0)
-    found = []
-    for lead in (0., 2.):
-        low = [differences(rates(lead, rng), 'new').set_index('row').low['dpo'] for _ in range(100)]
-        found.append(np.mean(np.array(low) > 0))
-    assert found[0] < .08
-    assert .7 < found[1] < .95   # 2 points are about what is detectable
-    assert differences(rates(2., rng), 'new').set_index('row').detectable['dpo'] == \
-        pytest.approx(1.5*2**.5*.89, rel=.6)
+def test_a_difference_over_worlds_has_the_interval_of_t():
+    lead = np.random.default_rng(0).normal(2, 1.5, 12)
+    table = pd.DataFrame(dict(world=range(12), dpo=50., new=50 + lead))
+    rates = table.melt('world', var_name='method', value_name='crowd')
+    found = differences(rates, 'new').set_index('row').loc['dpo']
+    half = 2.201*lead.std(ddof=1)/12**.5   # t of 11 degrees of freedom
+    mean = lead.mean()
+    wanted = [mean - half, mean, mean + half]
+    assert [found.low, found.difference, found.high] == pytest.approx(wanted, abs=1e-3)
+    assert found.detectable == pytest.approx(detectable(lead.std(ddof=1), 12))
 
 
 @pytest.fixture
@@ -125,13 +114,9 @@ def test_shuffled_labels_are_the_same_labels_on_other_pairs(tmp_path):
     write_json(tmp_path/'annotators'/'preferences.json', pairs)
     target = tmp_path/'shuffled'/'preferences.json'
     target.parent.mkdir()
-    shuffle = bench._shuffle_labels
-    shuffle(str(tmp_path/'annotators'), str(target), 3)
+    bench._shuffle_labels(str(tmp_path/'annotators'), str(target), 3)
     found = read_json(target)
     same = np.mean([a['preference'] == b['preference'] for a, b in zip(pairs, found)])
     assert .35 < same < .65
     assert [dict(p, preference=0) for p in found] == [dict(p, preference=0) for p in pairs]
     assert sorted(p['preference'] for p in found) == sorted(p['preference'] for p in pairs)
-    before = target.stat().st_mtime_ns
-    shuffle(str(tmp_path/'annotators'), str(target), 3)
-    assert target.stat().st_mtime_ns == before

@@ -14,7 +14,7 @@ from alpaca_farm.model.control import prepend_tokens
 from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
-from alpaca_farm.train.answers import answering, log_ratios, sample, sample_answers
+from alpaca_farm.train.answers import answering, log_ratios, sample
 
 torch.set_num_threads(1)
 
@@ -72,17 +72,11 @@ def test_a_loaded_model_asks_for_good_answers(base, conditioned):
                     for folder in (base/'sft', conditioned.out))
     good = there.convert_tokens_to_ids(GOOD)
     assert good not in plain.get_vocab().values()
-    for template in ('chat', 'alpaca'):
-        want = prepend_tokens(encode_prompts(records, plain, template), good, plain, times)
-        assert encode_prompts(records, there, template) == want
+    want = prepend_tokens(encode_prompts(records, plain), good, plain, times)
+    assert encode_prompts(records, there) == want
     message = [dict(role='user', content=records[0]['instruction'])]
     prompt = there.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert prompt.count(GOOD) == times
-    asked = load_records(conditioned.data, 'eval', n=10)
-    cfg = answering(conditioned)
-    again = sample_answers(load_policy(conditioned.out, conditioned), asked, cfg)
-    left = read_json(f'{conditioned.out}/outputs.json')
-    assert [r['output'][0] for r in again] == [r['output'] for r in left]
 
 
 def test_the_reference_does_not_read_the_token(base, conditioned):

@@ -6,15 +6,13 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import ppo
 from alpaca_farm.data.records import load_records
-from alpaca_farm.data.text import rollout_batch
 from alpaca_farm.model.functional import masked_mean, masked_var
-from alpaca_farm.model.generation import generate
 from alpaca_farm.overoptimization import standard_marks, standard_reward
 from alpaca_farm.run.runs import read_log
 from alpaca_farm.train.online import OnlineConfig, rollout_scores, sample_rollout
@@ -36,40 +34,6 @@ TWINS = dict(rloo=lambda i, own: own[i] - mean(own[:i] + own[i + 1:]),
              dr_grpo=lambda i, own: own[i] - mean(own))
 GROUPS = [name for name, kind in ppo.ADVANTAGES.items() if kind.of_group]
 each_group = pytest.mark.parametrize('kind', GROUPS)
-
-
-@pytest.mark.parametrize('kind', ['policy', 'reward_model'])
-@pytest.mark.parametrize('temperature', [1., .7])
-def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
-    "Ratio 1, KL 0, nothing clipped; one forward pass of the same batch gives the ratio exactly."
-    cfg = config(base, kind, temperature=temperature, kl_coef=.1)
-    policy = models.policy
-    value = ppo.value_model(cfg, policy)
-    samples = [s for s, in generate(policy, models.prompts, 1, 12, temperature)]
-    tokens = [s.tokens for s in samples]
-    batch = rollout_batch(models.prompts, tokens, models.tokenizer.pad_token_id)
-    done, figures = ppo.experience(policy, policy, value, batch, torch.arange(16.), cfg)
-    assert figures['kl'] == 0.
-    assert done['advantages'].abs().sum() > 0
-    sampled = torch.tensor(sum([s.logprobs for s in samples], []))
-    found = done['old_logp'][done['response'].bool()]
-    torch.testing.assert_close(found, sampled, rtol=0, atol=1e-5)
-
-    def loss_of(rows):
-        part = {k: v[rows] for k, v in done.items()}
-        with torch.no_grad():
-            return ppo.ppo_loss(policy, value, part, cfg)
-    whole = loss_of(range(8))   # as `experience` cut it
-    assert (whole['ratio'] == 1).all()
-    assert (whole['approx_kl'] == 0).all()
-    wanted = -done['advantages'][:8]
-    torch.testing.assert_close(whole['policy_loss'], wanted, rtol=0, atol=1e-6)
-    for parts in (whole, loss_of([1, 14, 7])):
-        assert (parts['ratio'] - 1).abs().max() < 1e-5
-        assert parts['approx_kl'].abs().max() < 1e-5
-        assert parts['clip_fraction'].sum() == 0
-        assert parts['value_clip_fraction'].sum() == 0
-        assert all(v.isfinite().all() for v in parts.values())
 
 
 def rollout(models, cfg):
@@ -116,7 +80,8 @@ def test_a_policy_that_is_its_reference_has_no_kl(base, tmp_path, monkeypatch, d
         seen.append(experience(*given))
         return seen[-1]
     monkeypatch.setattr(ppo, 'experience', watched)
-    tiny.run('ppo', base, tmp_path/'ppo', dtype=dtype, steps=1, eval_split='', save_every=0)
+    tiny.run('ppo', base, tmp_path/'ppo', dtype=dtype, temperature=.7, steps=1, eval_split='',
+             save_every=0)
     batch, figures = seen[0]
     log, = read_log(tmp_path/'ppo')
     exact = dtype == 'float32'   # but for rounding
@@ -141,15 +106,6 @@ def test_a_group_of_equal_rewards_has_no_advantage(kind, size, value):
     rounded = equal.clone()
     rounded[0] *= 1 + 2e-7
     assert not ppo.group_advantages(torch.cat([equal, rounded]), size, kind).any()
-
-
-@each_group
-@given(own=st.lists(st.floats(-100, 100), min_size=2, max_size=9))
-def test_the_advantage_of_a_group_is_its_twin(kind, own):
-    assume(max(own) - min(own) > .1)
-    found = ppo.group_advantages(torch.tensor(own, dtype=torch.float64), len(own), kind)
-    wanted = [TWINS[kind](i, own) for i in range(len(own))]
-    assert found.tolist() == pytest.approx(wanted, rel=1e-2, abs=1e-2)
 
 
 @each_group

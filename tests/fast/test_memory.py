@@ -1,5 +1,4 @@
 """What a run holds is bounded, and what is not needed is not held."""
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ from safetensors.torch import load_file
 
 from alpaca_farm import sft
 from alpaca_farm.model import generation, logprobs as core_models, memory, rewards
-from alpaca_farm.model.logprobs import load_policy, load_scalar, response_logprobs
+from alpaca_farm.model.logprobs import load_policy, load_scalar
 from alpaca_farm.run.runs import read_log, Run
 from alpaca_farm.train import trainer as training
 from alpaca_farm.train.answers import answering, load_split, sample_answers
@@ -63,22 +62,8 @@ def test_the_optimiser_is_freed_before_the_answers(base, tmp_path, monkeypatch):
     assert held == [(0, {None})]
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch, dtype):
-    dtypes = set()
-    update = generation._GrowingLayer.update
-    def recorded(self, *args, **kwargs):
-        kept = update(self, *args, **kwargs)
-        dtypes.update(x.dtype for x in kept)
-        return kept
-    monkeypatch.setattr(generation._GrowingLayer, 'update', recorded)
-    monkeypatch.setattr(models.policy, 'dtype', getattr(torch, dtype))
-    generation.generate(models.policy, models.prompts[:4], max_new_tokens=6)
-    assert dtypes == {getattr(torch, dtype)}
-
-
-def test_forward_batch(base, models, monkeypatch):
-    "It divides sampling and log-probs, and changes none of their results but for float ties."
+def test_forward_batch(base, monkeypatch):
+    "It divides sampling, and changes none of the answers."
     sizes = []
     write = generation._write_batch
     results = []
@@ -89,12 +74,9 @@ def test_forward_batch(base, models, monkeypatch):
     for n in (0, 3):
         cfg = sft_config(base, forward_batch=n)
         policy = load_policy(cfg.policy, cfg)
-        answers = sample_answers(policy, load_split(cfg, 'eval_split'), answering(cfg))
-        results.append(([r['output'] for r in answers], response_logprobs(
-            policy, models.prompts, models.answers)))
-    assert results[0][0] == results[1][0]
+        results.append(sample_answers(policy, load_split(cfg, 'eval_split'), answering(cfg)))
+    assert results[0] == results[1]
     assert sizes == [10, 3, 3, 3, 1]
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('settings', [{}, dict(lora_rank=4)])
@@ -147,37 +129,18 @@ def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
     assert len(seen) > 3
 
 
-@pytest.fixture
-def four_bits(base):
-    return sft_config(base, lora_rank=4, quantize=True, device='cpu', dtype='bfloat16')
-
-
-def with_bitsandbytes(monkeypatch, there):
-    "As if the package were installed, or as if it were not."
-    find = importlib.util.find_spec
-    def found(name, *args):
-        if name == 'bitsandbytes':
-            return object() if there else None
-        return find(name, *args)
-    monkeypatch.setattr('alpaca_farm.model.loading.find_spec', found)
-
-
-def test_four_bits_need_a_package(four_bits, monkeypatch):
-    with_bitsandbytes(monkeypatch, False)
-    with pytest.raises(ImportError, match='bitsandbytes'):
-        load_policy(four_bits.policy, four_bits, train=True)
-
-
-def test_four_bits_are_asked_for(four_bits, monkeypatch):
-    "How the frozen weights are loaded."
+def test_four_bits_are_asked_for_of_a_package(base, monkeypatch):
+    "As if it were not installed, and as if it were."
+    cfg = sft_config(base, lora_rank=4, quantize=True, device='cpu', dtype='bfloat16')
     seen = {}
     def load_model(*args, **more):
         seen.update(more)
-        raise InterruptedError
-    with_bitsandbytes(monkeypatch, True)
+        raise InterruptedError('loaded')
     monkeypatch.setattr(core_models, 'load_model', load_model)
-    with pytest.raises(InterruptedError):
-        load_policy(four_bits.policy, four_bits, train=True)
+    for found, said in ((None, 'bitsandbytes'), (object(), 'loaded')):
+        monkeypatch.setattr('alpaca_farm.model.loading.find_spec', lambda name, it=found: it)
+        with pytest.raises((ImportError, InterruptedError), match=said):
+            load_policy(cfg.policy, cfg, train=True)
     assert seen['quantization_config'].load_in_4bit
     assert seen['quantization_config'].bnb_4bit_compute_dtype == torch.bfloat16
 

@@ -19,9 +19,6 @@ TRAINED = 'sft', 'dpo', 'binary_feedback', 'rrhf', 'ppo', 'quark'
 
 # rewards and judges that fail in a way of their own
 def broken(records): return [r['price'] for r in records]
-def table(records): return {'score': 1., 'length': 2.}
-def two(records): return [(1., len(r['output'])) for r in records]
-def too_few(records): return [0. for _ in records][1:]
 def not_a_number(records): return [float('nan')]*len(records)
 def indifferent(records): return [3.]*len(records)
 def length(records): return [float(len(r['output'])) for r in records]
@@ -51,28 +48,20 @@ def useless(labels):
     return [dict(r, label=label, held_out=i > 7) for i, (r, label) in enumerate(rated)]
 
 
-CANDIDATES = dict(
-    no_rows=[],
-    number=[1],
-    text=[dict(query='x', responses='y')],
-    mixed=[dict(query='x', responses=['y', 3])],
-    few_scores=[dict(query='x', responses=['y', 'z'], scores=[1.])],
-    no_chosen=[dict(prompt='x', chosen='y', rejected='z'), dict(prompt='x')],
-    one_ended=[dict(instruction='x', output=['y', 'z'], ended=True)])
 FILES = dict(   # their names stand in braces below
-    CANDIDATES, real=REAL, long=LONG, answers=ANSWERS, thumbs=THUMBS,
+    real=REAL, long=LONG, answers=ANSWERS, thumbs=THUMBS,
     twice=[*ANSWERS, dict(ANSWERS[0], output='z')],
     label_7=[dict(instruction='a', output_1='b', output_2='c', preference=7)],
-    no_second=[dict(instruction='a', output_1='b', preference=1)],
     no_output=[dict(instruction='a')],
     long_prompt=[dict(instruction='word '*400)],
     one_prompt=[dict(instruction='One?')],
     others=[dict(r, output='b') for r in ANSWERS],
     not_drawn=[dict(instruction='Say 1.', output_1='a', output_2='c', preference=1, drawn='duel')],
     fair=thumbs(7, 'fair'),
-    none=thumbs(10, None),
-    soft=thumbs(7, 1.5),
     odd=thumbs(5, 2),
+    text=[dict(query='x', responses='y')],
+    mixed=[dict(query='x', responses=['y', 3])],
+    one_ended=[dict(instruction='x', output=['y', 'z'], ended=True)],
     all_bad=useless([0]*12),
     all_ties=useless([.5]*12),
     misspelt=dict(dop=dict(beta=1)),
@@ -81,12 +70,10 @@ TASKS = dict(   # what is wrong in the file of a task
     name=dict(name=''),
     stop=dict(stop='x'),
     contrast=dict(contrast=[dict(positive='a', negative='b')]),
-    judge=dict(judge='{dialogue}{question}'),
     minwords=dict(filters=dict(minwords=1)),
     compare=dict(compare=dict(a=1)),
     reject=dict(filters=dict(reject=['('])))
 WORLDS = dict(   # what is wrong in the file of a world
-    lost_policy=dict(base='./nothing'),
     two_models=dict(policy='no/such/model/here'),
     lost_pool=dict(pool='./pools.json'),
     lost_judge=dict(board_judge='nobody:judge'),
@@ -144,7 +131,6 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('binary_feedback', dict(data='{no_val}', annotators=POOL), 'val_split'),
     ('expert_iteration', dict(data='{no_eval}'), 'eval_split'),
     ('sft', dict(data='{real}'), 'real.json is one file'),
-    ('ppo', dict(data='{real}'), 'real.json is one file'),
     ('best_of_n', dict(policy='{annotators}'), 'there is no model'),
     ('reward_model', dict(max_length=LENGTH + 1), 'max_length'),
     ('reward_model', dict(held_out=500), 'held_out = 500'),
@@ -159,6 +145,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('bring_your_own', dict(model='{no_template}', template='chat'), 'template = chat'),
     ('ppo', dict(kl_coef=0, target_kl=6), 'target_kl'),
     # rewards and judges
+    ('ppo', dict(reward_model=f'{HERE}:not_a_number'), f'{HERE}:not_a_number'),
     ('ppo', dict(annotators=f'{HERE}:silent'), f'{HERE}:silent'),
     ('ppo', dict(reward_model='{sft}'), 'not a reward model'),
     ('ppo', dict(reward_model=f'{HERE}:length', annotators=POOL, data='{real_data}'), POOL),
@@ -167,17 +154,15 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('reward_model', dict(margin_field='gap'), 'gap'),
     # labels
     ('dpo', dict(preferences='{thumbs}'), 'output_1'),
-    ('dpo', dict(preferences='{fair}', loss_type='kto'), 'row 7'),
-    ('dpo', dict(preferences='{none}', loss_type='kto'), 'row 10'),
     ('dpo', dict(preferences='{odd}', loss_type='kto'), 'row 5'),
     ('binary_feedback', dict(preferences='{fair}', held_out=4), 'fair.json, row 7'),
-    ('binary_feedback', dict(preferences='{none}', held_out=4), 'none.json, row 10'),
-    ('binary_feedback', dict(preferences='{soft}', held_out=4), 'soft.json, row 7'),
     ('binary_feedback', dict(preferences='{all_bad}', held_out=4), 'held_out = 4'),
     ('binary_feedback', dict(preferences='{all_ties}', held_out=4), 'held_out = 4'),
     # candidates
     ('rrhf', dict(reward_model=''), 'score is None'),
-    ('rrhf', dict(sources=['gpt']), 'sources'),
+    ('rrhf', dict(candidates='{text}'), 'text.json'),
+    ('rrhf', dict(candidates='{mixed}'), 'mixed.json'),
+    ('rrhf', dict(candidates='{one_ended}'), 'one_ended.json'),
     ('rrhf', dict(reward_model=f'{HERE}:indifferent', missing_eos=''), 'nothing to rank'),
     ('expert_iteration', dict(rounds=61), '60 requests'),
     ('best_of_n', STORED | dict(n=3), 'n = 3'),
@@ -209,7 +194,6 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('labelling', dict(labels='{not_drawn}'), 'methods'),
     # worlds
     ('bring_your_own', dict(preferences='{label_7}'), "'preference'"),
-    ('bring_your_own', dict(preferences='{no_second}'), "'output_2'"),
     ('bring_your_own', dict(prompts='{long_prompt}'), 'max_prompt'),
     ('bring_your_own', dict(prompts='{one_prompt}'), 'divided in three'),
     ('bring_your_own', dict(demonstrations='{no_output}'), "'output'"),
@@ -221,7 +205,6 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('real', dict(sizes='{dpoo}'), 'Did you mean dpo'),
     ('real', dict(sizes='no.yaml'), 'no.yaml'),
     ('farm', dict(methods=['pppo']), 'Did you mean ppo'),
-    ('farm', dict(world='{lost_policy}'), 'nothing'),
     ('farm', dict(world='{two_models}'), 'either a base or a policy'),
     ('farm', dict(world='{lost_pool}'), 'pool'),
     ('farm', dict(world='{lost_judge}'), 'nobody'),
@@ -236,10 +219,6 @@ for name in ('sft', 'dpo', 'binary_feedback', 'rrhf'):
     REFUSED.append((name, dict(max_length=LENGTH + 1), 'max_length'))
 for name in ONLINE:
     REFUSED.append((name, dict(reward_model=f'{HERE}:broken'), f'{HERE}:broken'))
-for name in ('table', 'two', 'too_few', 'not_a_number'):
-    REFUSED.append(('ppo', dict(reward_model=f'{HERE}:{name}'), f'{HERE}:{name}'))
-for name in CANDIDATES:
-    REFUSED.append(('rrhf', dict(candidates=f'{{{name}}}'), f'{name}.json'))
 for name in TASKS:
     REFUSED.append(('rlcd', dict(task=f'{{task_{name}}}'), f'task_{name}.yaml'))
 
