@@ -334,7 +334,7 @@ def _rlcd(row, *pair):
 
 def _llmbar(row, asked, first, second, label):
     "Read LLMBar's pairs, whose request stands in `input`."
-    if not isinstance(label, (int, float, str)):
+    if not 1 <= (finite_number(label) or 0) <= 2:
         raise ValueError(f"the field 'label' is {label!r:.60}, not 1 or 2")
     asked = _text_of(row, 'input')
     return dict(instruction=asked, input='', output_1=first, output_2=second, preference=label)

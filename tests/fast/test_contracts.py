@@ -21,7 +21,7 @@ NBS = tiny.ROOT/'nbs'
 PACKAGE = tiny.ROOT/'alpaca_farm'
 # a template is no notebook yet
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb')
-                   if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})   # a template is no notebook yet
+                   if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})
 RUNNABLE = [p for p in NOTEBOOKS if p.relative_to(NBS).parts[0] not in tiny.SHARED]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 FLOORS = floors.read_floors()
