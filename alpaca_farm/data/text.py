@@ -421,7 +421,7 @@ def pad(
     for row in rows:
         gap = [value] * (width - len(row))
         padded.append([*gap, *row] if side == 'left' else [*row, *gap])
-    return torch.tensor(padded)
+    return torch.tensor(padded, dtype=torch.long)   # empty rows alone would be floats
 
 # %% ../../nbs/data/text.ipynb #3517bb24
 def collate(
