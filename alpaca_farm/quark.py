@@ -251,7 +251,7 @@ def quark_loss(
     kl_coef: float = .05,   # beta
     entropy_coef: float = 0.,  # alpha
 ):  # (B, T), zero outside of the response
-    """Compute each token's loss (Lu et al., 2022, eq. 2; the entropy term is of the authors' code).
+    """Compute each token's loss (Lu et al., 2022, eq. 2; KL and entropy as in the authors' code).
 
     Parameters:
       logp : (B, T) log-probs of the tokens
