@@ -186,7 +186,6 @@ def _method_sizes(
     if name not in cfg.methods: return None
     if row['samples'] == 'only': return many
     settings = trained | dict(eval_temperature=cfg.temperature) | row['own']
-    settings['max_prompt'] = cfg.max_prompt + row['control']
     if row['samples'] == 'training': settings['temperature'] = cfg.temperature
     if 'learning_rate' in row['settings']: settings['learning_rate'] = None   # not the toy's
     return settings

@@ -295,7 +295,8 @@ def dpo_step(
     good = batch['good']
     z0 = batch['baseline'][:, None]
     ratio = logp - ref
-    lead = logp / batch['response'].sum(-1) if kind.mean else ratio - z0
+    length = batch['response'].sum(-1).clamp(min=1)   # 0 for an empty answer that was cut off
+    lead = logp / length if kind.mean else ratio - z0
     if kind.of_margin:   # both orders of a pair, weighted by how probable they are
         h = lead[:, 0] - lead[:, 1]
         loss = (good[:, 0] * kind.of_margin(h, cfg.beta, **own)

@@ -305,7 +305,8 @@ def reward_beside(
     """
     spec = cfg.rewards[0]
     scorer = None if ':' in spec else scalar_on(policy, 'reward', spec, cfg)
-    if scorer is None and value and value.adapter:   # without its adapter
+    if scorer is None and value and value.adapter and value.model is not policy.model:
+        # the value model is an adapter on the reward model: it scores without the adapter
         scorer = replace(value, adapter='', score=copy.deepcopy(value.score))
     if scorer is None: return reward(cfg.reward_model, cfg, cfg.template)
     scorer.tokenizer = load_tokenizer(spec, scorer.model)

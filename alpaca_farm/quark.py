@@ -376,10 +376,10 @@ def train(cfg: QuarkConfig, run: Run):
     settle(run, policy.tokenizer, splits[0], answered=splits[1:], sampled=True)
     reference = load_reference(policy, cfg)   # its tokenizer gets no tokens
     records, prompts = fitting_prompts(splits[0], policy.tokenizer, cfg)
+    tokens, vocab_size = _add_reward_tokens(policy, cfg)
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
     preflight(cfg, splits, policy, judge, reward_of)
     choose = CheckpointSelector(reference, cfg, judge and partial(annotate_pairs, pool=judge))
-    tokens, vocab_size = _add_reward_tokens(policy, cfg)
     respondent = _Respondent(policy, records, prompts, tokens, reward_of, cfg)
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
     def loss(batch): return quark_step(policy, reference, batch, vocab_size, cfg)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['alpaca_prompt', 'uses_chat', 'build_prompt', 'set_template_arguments', 'end_token', 'end_tokens', 'start_tokens',
-           'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate', 'rollout_batch', 'answer_batches',
-           'check_limit', 'within_limit', 'position_limit', 'check_positions', 'encode']
+           'control_tokens', 'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate', 'rollout_batch',
+           'answer_batches', 'check_limit', 'within_limit', 'position_limit', 'check_positions', 'encode']
 
 # %% ../../nbs/data/text.ipynb #c92dc902
 import math, re, warnings
@@ -278,6 +278,11 @@ def start_tokens(tokenizer) -> list[int]:
     n = encoded['special_tokens_mask'].index(0)
     return encoded['input_ids'][:n]
 
+
+def control_tokens(tokenizer) -> list[int]:
+    "Return the control tokens with which a tokenizer begins every prompt; mostly there are none."
+    return _ids(tokenizer.init_kwargs.get('control', ''), tokenizer)
+
 # %% ../../nbs/data/text.ipynb #715ff4ff
 def _count(special, ids):
     "Count the special tokens among others."
@@ -316,10 +321,14 @@ def encode_prompts(
     Parameters:
       template : as of `build_prompt`
     """
-    start = [] if uses_chat(tokenizer, template) else start_tokens(tokenizer)
+    chat = uses_chat(tokenizer, template)   # whose template has the control tokens
+    control = '' if chat else tokenizer.init_kwargs.get('control', '')
+    start = [] if chat else start_tokens(tokenizer) + control_tokens(tokenizer)
+    def text_of(record): return build_prompt(record, tokenizer, template).removeprefix(control)
+
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     special -= {tokenizer.unk_token_id}   # which stands for text
-    texts = [build_prompt(r, tokenizer, template) for r in records]
+    texts = [text_of(r) for r in records]
     own = {}   # how many special tokens the template has around the texts, by their roles
     prompts = []
     for ids, record in zip(_token_ids(texts, tokenizer), records):
@@ -328,7 +337,7 @@ def encode_prompts(
         if roles not in own:
             marked = dict(instruction=_MARK)
             if roles: marked = dict(messages=[dict(m, content=_MARK) for m in turns])
-            pieces = build_prompt(marked, tokenizer, template).split(_MARK)
+            pieces = text_of(marked).split(_MARK)
             own[roles] = [_count(special, row) for row in _token_ids(pieces, tokenizer)]
         prompts.append(start + _spell_out(ids, own[roles], record, tokenizer, special))
     return prompts

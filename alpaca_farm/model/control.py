@@ -44,7 +44,8 @@ def add_tokens(
     ids = tokenizer.convert_tokens_to_ids(list(names))
     suppressed = model.generation_config.suppress_tokens or []
     model.generation_config.suppress_tokens = sorted({*suppressed, *ids})   # never generated
-    if policy.adapter is not None: model.set_input_embeddings(TokenRows(tables[0], old))
+    if policy.adapter is not None and len(tokenizer) > old:
+        model.set_input_embeddings(TokenRows(tables[0], old))
     return ids
 
 # %% ../../nbs/model/control.ipynb #ce145400

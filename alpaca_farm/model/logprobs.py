@@ -437,7 +437,9 @@ def sequence_scores(
     states = hidden_states(policy, ids, mask, response, read)
 
     # 2. the head, there
-    if mean: scores = (_head_values(policy, states) * response).sum(1) / response.sum(1)
+    if mean:
+        length = response.sum(1).clamp(min=1)   # 0 for an empty answer that was cut off
+        scores = (_head_values(policy, states) * response).sum(1) / length
     else: scores = _head_values(policy, states[last])
 
     # 3. log p of the response

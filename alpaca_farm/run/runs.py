@@ -401,7 +401,7 @@ def recipes() -> dict[str, dict]:
     sections = read_yaml(file)
     found = {}
     crowd = {name: f'{name}_crowd' for name in (*sections['labels'], *sections['methods'])}
-    default = dict(reads={}, settings={}, pool={}, crowd={}, own={}, samples='', control=0,
+    default = dict(reads={}, settings={}, pool={}, crowd={}, own={}, samples='',
                    checkpoints=False, cost=50)
     for section, entries in sections.items():
         for name, entry in entries.items():

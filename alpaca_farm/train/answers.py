@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from ..data.dialogues import NEXT_TURN, prompt_messages
 from ..data.pairs import ENDED
 from ..data.records import load_records
-from ..data.text import decode, encode_prompts, uses_chat, within_limit
+from ..data.text import control_tokens, decode, encode_prompts, uses_chat
+from ..data.text import within_limit
 from ..judging.stats import mean, standard_error
 from ..model.generation import generate, Sample
 from ..model.logprobs import response_logprobs
@@ -105,13 +106,14 @@ def fitting_prompts(
     tokenizer,
     cfg: PromptConfig,   # max_prompt, template
 ) -> tuple[list[dict], list[list[int]]]:
-    """Select the records whose prompts are within `max_prompt`, and encode these prompts.
+    """Select the records whose prompts are within `max_prompt` but for control tokens, and encode these.
 
     Parameters:
       cfg : max_prompt, template
     """
     prompts = encode_prompts(records, tokenizer, cfg.template)
-    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
+    control = len(control_tokens(tokenizer))
+    rows = within_limit([len(p) - control for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     return [records[i] for i in rows], [prompts[i] for i in rows]
 
 # %% ../../nbs/train/answers.ipynb #0ae9b917

@@ -237,9 +237,7 @@ class CheckpointSelector:
     def measure(self, policy: Policy) -> dict[str, float]:
         "Compute the win rate in percent, its standard error and the answers' length in words."
         answered = sample_answers(policy, self.base, self.cfg, seed=self.cfg.seed + 2)
-        prompts = {prompt_key(r) for r in answered}  # control tokens make some prompts too long
-        base = [b for b in self.base if prompt_key(b) in prompts]
-        labels = once(lambda: self.annotate(pair_up(answered, base), seed=self.cfg.seed))
+        labels = once(lambda: self.annotate(pair_up(answered, self.base), seed=self.cfg.seed))
         preferences = [r['preference'] for r in labels]
         won = win_rate(with_verdict(preferences))
         return dict(val_win_rate=won['win_rate'], val_standard_error=won['standard_error'],

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..data.dialogues import prompt_text
 from ..data.shown import example_text, learned_texts
-from ..data.text import check_limit, check_positions, decode, encode_prompts
-from ..data.text import encode_responses, end_token
+from ..data.text import check_limit, check_positions, control_tokens, decode
+from ..data.text import encode_prompts, encode_responses, end_token
 from ..judging.pools import preferences_over, with_verdict
 from ..model.forecast import LARGE, print_time
 from ..model.generation import generate
@@ -164,11 +164,14 @@ def preflight(
       judge : judge or pool that `cfg.annotators` names
       reward : records -> scores, which `cfg.reward_model` names
     """
-    check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
+    control = len(control_tokens(policy.tokenizer))   # which stand before every prompt
+    check_positions(policy, getattr(cfg, 'max_length', 0) + control, 'max_length')
     if not splits: return
-    check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
+    answered = cfg.max_prompt + control + cfg.max_new_tokens
+    check_positions(policy, answered, 'max_prompt + max_new_tokens')
     for records in splits:
-        lengths = [len(p) for p in encode_prompts(records, policy.tokenizer, cfg.template)]
+        prompts = encode_prompts(records, policy.tokenizer, cfg.template)
+        lengths = [len(p) - control for p in prompts]
         check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     answer, other = _two_answers(policy, splits[0], cfg)
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])

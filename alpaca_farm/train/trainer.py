@@ -251,6 +251,7 @@ def update(self: Trainer,
     share = learning_rate(self.step, self.total, self.cfg.lr_schedule, self.cfg.warmup)
     for g in self.optimizer.param_groups: g['lr'] = g['peak'] * share
     weight = batch['weight'].sum().float().to(self.accelerator.device)  # of all processes
+    weight = weight.clamp(min=1e-9)   # of empty answers that were cut off there is nothing to learn
     sums = {}
     for micro in self.split(batch):
         w = micro['weight']
@@ -338,8 +339,9 @@ def keep_best(self: Trainer, figures: dict):
     "Keep a copy of the weights if the held-out loss among the figures is the lowest so far."
     if not (self.cfg.load_best_model_at_end and 'val_loss' in figures): return
     lowest = self.extra.get('lowest')
-    if lowest and figures['val_loss'] >= lowest['figures']['val_loss']:
-        lowest['since'] += 1
+    least = lowest['figures']['val_loss'] if lowest else math.inf
+    if not figures['val_loss'] < least:   # nan is not lower
+        if lowest: lowest['since'] += 1
         return
     weights = [p.detach().cpu().clone() for p in self.parameters]
     self.extra['lowest'] = dict(figures=figures | dict(best_step=self.step), weights=weights,

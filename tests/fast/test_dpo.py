@@ -1,7 +1,10 @@
 """The preference losses against loops in float64, their first step, and runs."""
 import math
+from types import SimpleNamespace
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import dpo
@@ -268,6 +271,38 @@ def test_a_restart_reads_the_references_log_probs(base, tmp_path, monkeypatch):
     def scored(*_): raise AssertionError('the answers were scored again')
     monkeypatch.setattr(labelled, 'reference_logprobs', scored)
     assert dpo.train(cfg).done
+
+
+def test_an_empty_answer_that_was_cut_off_leaves_the_weights_numbers(base, tmp_path):
+    "As of a thought without an end: none of its tokens is learned."
+    pairs = read_json(base/'annotators'/'preferences.json')[:8]
+    pairs[0] |= dict(output_1='', ended_1=False)
+    rows = read_json(base/'world'/'sft.json')[:4]
+    rows[1] |= dict(output='', ended=False)
+    learned = dict(preferences=tiny.write(tmp_path/'pairs.json', pairs), held_out=2)
+    runs = dict(dpo=learned | dict(loss_type='simpo'), reward_model=learned | dict(pooling='mean'),
+                sft=dict(data=tiny.write(tmp_path/'sft.json', rows), batch_size=1, val_split='',
+                         eval_split=''))
+    for name, settings in runs.items():
+        out = tmp_path/name
+        tiny.run(name, base, out, **settings)
+        assert all(math.isfinite(row['loss']) for row in read_log(out))
+        for weight in load_file(out/'model'/'model.safetensors').values():
+            assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize('losses, best, ends', [
+    ([2., 1., math.nan, 3.], 2, True), ([math.nan, 2., 1.], 3, False)])
+def test_a_held_out_loss_that_is_no_number_is_never_the_lowest(losses, best, ends):
+    weight = torch.nn.Parameter(torch.zeros(1))
+    cfg = SimpleNamespace(load_best_model_at_end=True, early_stopping_patience=2)
+    trainer = SimpleNamespace(cfg=cfg, extra={}, parameters=[weight])
+    for step, loss in enumerate(losses, 1):
+        trainer.step = step
+        weight.data.fill_(step)
+        Trainer.keep_best(trainer, dict(val_loss=loss))
+    assert Trainer.ends_early(trainer) == ends
+    assert Trainer.load_best(trainer)['best_step'] == best == weight.item()
 
 
 def test_it_ends_early_with_the_weights_of_the_lowest_held_out_loss(base, tmp_path, monkeypatch):

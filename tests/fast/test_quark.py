@@ -1,11 +1,13 @@
 """Quark: its terms against whole distributions, the reward tokens, and runs."""
 import copy
+import shutil
 
 import pytest
 import torch
 
 import tiny
 from alpaca_farm import quark
+from alpaca_farm.data.records import load_records
 from alpaca_farm.data.text import collate, encode_prompts
 from alpaca_farm.model.control import add_tokens, prepend_tokens
 from alpaca_farm.model.generation import generate
@@ -13,6 +15,7 @@ from alpaca_farm.model.loading import load_tokenizer
 from alpaca_farm.model.logprobs import load_policy, logprobs
 from alpaca_farm.quark import _add_reward_tokens, quantiles, QuarkConfig
 from alpaca_farm.quark import response_terms, token_terms
+from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, read_summary
 from alpaca_farm.train.answers import AnswerConfig
 from tiny import randn
@@ -69,6 +72,26 @@ def test_each_quantile_has_a_token_behind_the_vocabulary(models):
     with pytest.raises(ValueError, match='control tokens'):
         _add_reward_tokens(policy, cfg)
     assert _add_reward_tokens(models.policy, QuarkConfig()) == ([], size)
+
+
+@pytest.mark.slow
+def test_reward_tokens_do_not_count_against_max_prompt_but_against_positions(base, tmp_path):
+    tokenizer = load_tokenizer(str(base/'sft'))
+    asked = []
+    for split in ('unlabeled', 'eval'):
+        asked += encode_prompts(load_records(str(base/'world'), split), tokenizer)
+    more = dict(best_quantile_only=False, token_times=8, max_prompt=max(map(len, asked)))
+    train(base, tmp_path/'quark', **more)
+    assert read_summary(tmp_path/'quark')['too_long'] == 0
+    assert len(read_json(tmp_path/'quark'/'outputs.json')) == tiny.SAMPLING['eval_instances']
+    short = tmp_path/'short'   # a model that reads a prompt and its answer, but no token more
+    shutil.copytree(base/'sft'/'model', short)
+    config = read_json(short/'config.json')
+    config['max_position_embeddings'] = more['max_prompt'] + 12
+    tiny.write(short/'config.json', config)
+    with pytest.raises(ValueError, match='max_prompt . max_new_tokens'):
+        train(base, tmp_path/'refused', policy=str(short), max_new_tokens=12, **more)
+    assert not (tmp_path/'refused'/'log.jsonl').exists()
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
 "Tokenizers as other people's models have them: ends of turns, special or missing tokens."
+import copy
 import json
 import re
 from functools import cache
@@ -18,7 +19,7 @@ from alpaca_farm import dpo, sft
 from alpaca_farm.data.text import build_prompt, check_positions, decode, encode, encode_prompts
 from alpaca_farm.data.text import encode_responses, end_token, end_tokens, set_template_arguments
 from alpaca_farm.judging.judges import load_evaluators, LocalJudge
-from alpaca_farm.model.control import set_control_prefix
+from alpaca_farm.model.control import prepend_tokens, set_control_prefix
 from alpaca_farm.model.generation import generate, Sample
 from alpaca_farm.model.loading import load_tokenizer, model_path
 from alpaca_farm.model.logprobs import load_policy, load_scalar
@@ -594,6 +595,25 @@ def test_a_template_argument_with_a_default_can_be_set(given):
     tokenizer.chat_template = f'{given}{{{{ tone }}}}{CHATML}{{% generation %}}{{% endgeneration %}}'
     set_template_arguments(tokenizer, dict(tone='kind'))
     assert build_prompt(SAY, tokenizer).startswith('kind<')
+
+
+@pytest.mark.parametrize('template', ['alpaca', 'raw'])
+def test_control_tokens_leave_a_prompts_first_word_as_it_is(template):
+    "A tokenizer that marks the first word of a text: behind a special token it would not."
+    words = ['<unk>', '<s>', '</s>', '\u2581', *'BelowisanrutcthdkRpq.#:Irgmy\n']
+    numbers = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    made = Tokenizer(parts.BPE(numbers, [], unk_token='<unk>'))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme='first', split=False)
+    plain = PreTrainedTokenizerFast(tokenizer_object=made, bos_token='<s>', eos_token='</s>',
+                                    unk_token='<unk>')
+    record = [dict(instruction='Be', input='')]
+    before = encode_prompts(record, plain, template)
+    asked = copy.deepcopy(plain)
+    asked.add_tokens(['<good>'], special_tokens=True)
+    set_control_prefix(asked, '<good>', 2)
+    good = asked.convert_tokens_to_ids('<good>')
+    assert numbers['\u2581'] in before[0]
+    assert encode_prompts(record, asked, template) == prepend_tokens(before, good, plain, 2)
 
 
 def test_of_several_templates_the_default_is_used_everywhere(tmp_path):

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from alpaca_farm import ppo, reward_model, sft
 from alpaca_farm.data.text import collate
-from alpaca_farm.model.loading import load_model
+from alpaca_farm.model.loading import load_model, load_tokenizer
 from alpaca_farm.model.logprobs import load_policy, load_reference, load_scalar
 from alpaca_farm.model.logprobs import logprobs
+from alpaca_farm.model.control import add_tokens
 from alpaca_farm.model.packing import reads_packed
 from alpaca_farm.model.policy import add_adapter, base_of, lora_config, merge, own_weights
 from alpaca_farm.model.policy import save_adapter
@@ -45,6 +46,14 @@ def batch(models):
     prompts = [models.prompts[i // 2] for i in range(8)]   # each twice: a packed batch has it once
     return collate(prompts, [a[:3 + i] for i, a in enumerate(models.answers[:8])],
                    models.tokenizer.pad_token_id)
+
+
+def test_control_tokens_that_are_there_already(base):
+    cfg = config('sft', base, policy=str(base/'sft'))
+    policy = load_policy(cfg.policy, cfg, train=True)
+    ids = add_tokens(policy, ['<a>', '<b>'])
+    assert add_tokens(policy, ['<a>', '<b>']) == ids
+    assert policy.model(torch.tensor([ids])).logits.shape[-1] == ids[-1] + 1
 
 
 def test_packed_rows_with_adapters(base, batch):
@@ -255,6 +264,28 @@ def test_a_reward_model_with_weights_of_its_own_is_read_once(base):
     shake(value)
     assert reward_of(records) == pytest.approx(before, abs=1e-5)
     assert embedding(value) != embedding(policy)
+
+
+def count_words(records):
+    return [float(len(r['output'].split())) for r in records]
+
+
+@pytest.mark.parametrize('reward', ['function', 'of_another_vocabulary'])
+def test_a_value_model_on_the_policys_weights_is_not_taken_for_the_reward(base, tmp_path, reward):
+    spec = f'{__name__}:count_words'
+    if reward == 'of_another_vocabulary':
+        spec = str(tmp_path/'other')
+        shutil.copytree(base/'reward_model'/'model', spec)
+        tokenizer = load_tokenizer(spec)
+        tokenizer.add_tokens(['<new>'])
+        tokenizer.save_pretrained(spec)
+    cfg = config('ppo', base, reward_model=spec)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    value = ppo.value_model(cfg, policy)
+    assert value.model is policy.model
+    records = [dict(instruction='say it', input='', output=w) for w in ('yes', 'no no', 'perhaps')]
+    found = ppo.reward_beside(policy, value, cfg)(records)
+    assert found == pytest.approx(ppo.reward(spec, cfg, cfg.template)(records)) and len({*found}) > 1
 
 
 @pytest.mark.parametrize('name', ['ppo', 'dpo', 'quark', 'rrhf', 'binary_feedback', 'reward_model',
