@@ -102,7 +102,7 @@ class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
     max_instances: Count = 0              # use only the first n prompts; 0: all
     eval_share: Share = 0.4               # share of the prompts that answers are judged on
     val_share: Share = 0.1                # share that checkpoints are chosen on
-    recipe: str = ''                      # YAML file of settings by run
+    recipe: Annotated[str, Reads(role='outside')] = ''  # YAML file of settings by run
     notebook = 'bring_your_own'   # its default run has another name
 
     def __post_init__(self):

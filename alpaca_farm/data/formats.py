@@ -121,11 +121,12 @@ def _prompt(row, prompt):
 def _dialogue(row, dialogue):
     "Read a dialogue that ends with the answer, or with the user's turn."
     turns = _answered(dialogue) if isinstance(dialogue, str) else _turns(dialogue, 'user')
+    if isinstance(dialogue, list) and any(m.get('weight') == 0 for m in dialogue):
+        raise ValueError('an answer has weight 0, but would be learned: leave the row out, or '
+                         'remove the weight')
     n = len(turns)
     while n and turns[n - 1]['role'] == 'assistant': n -= 1
     if n == len(turns): return dict(messages=turns)
-    if isinstance(dialogue, list) and dialogue[-1].get('weight') == 0:
-        raise ValueError('the answer has weight 0: leave the row out, or remove the weight')
     for field in ('output', 'output_1'):
         if field in row:
             raise ValueError(f'the dialogue ends with an answer, and there is {field!r} too')

@@ -18,8 +18,8 @@ from psutil import virtual_memory
 
 from .dialogues import check_messages, naming, prompt_key, prompt_messages, SYSTEM
 from .dialogues import with_system
-from .formats import as_records, check_whole, FIELDS, known_formats, notice
-from .formats import parse_columns, SAY_CODE
+from .formats import as_records, check_whole, FIELDS, finite_number
+from .formats import known_formats, notice, parse_columns, SAY_CODE
 from .pairs import answer_of, ENDED, is_preference
 from .shown import describe_columns
 from ..run.paths import at_root, looks_like_hub, missing_path
@@ -438,6 +438,14 @@ def _answers_of(row):
     return [dict(zip(lists, values)) for values in zip(*lists.values())]
 
 
+def _check_score(answer):
+    "Make an answer's score a number, if it has one; ValueError for what is none."
+    if answer.get('scores') is None: return
+    score = finite_number(answer['scores'])
+    if score is None: raise ValueError(f"the score {answer['scores']!r:.60} is no number")
+    answer['scores'] = score
+
+
 def _read_candidates(spec: str, columns: str = '') -> list[dict]:
     "Read the candidates of a run folder or file, of any kind; ValueError names file, row, field."
     kinds = 'preference', 'pair', 'candidates', 'output'
@@ -449,6 +457,7 @@ def _read_candidates(spec: str, columns: str = '') -> list[dict]:
         with naming(at):
             if row.get('preference') is not None: _check_field(row, 'preference', float)
             answers = _answers_of(row)
+            for answer in answers: _check_score(answer)
         query = {k: v for k, v in row.items() if k not in own}
         source = row.get('generator', at_root(spec).stem)
         for name, value in dict(output=None, source=source, scores=None, ended=True).items():

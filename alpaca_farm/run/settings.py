@@ -65,7 +65,7 @@ class Reads:
     "Marks the type of a setting that names what a run reads: files, splits, or else everything."
     files: tuple = ()   # names of the files or folders that are read, such as preferences
     splits: tuple = ()  # settings that name the splits that are read
-    # what the setting names: a judge, labels to compare with, or a model from outside the world
+    # what the setting names: a judge, labels to compare with, or what is from outside the world
     role: Literal['', 'judge', 'labels', 'outside'] = ''
 
 

@@ -7,12 +7,13 @@ import pytest
 
 import tiny
 from judge_server import judge_server
-from alpaca_farm import bring_your_own, farm
+from alpaca_farm import bring_your_own, farm, real
 from alpaca_farm.bring_your_own import _read_own, BringYourOwnConfig, divide_prompts, forecast
 from alpaca_farm.bring_your_own import METHODS, own_sizes, planned_runs
 from alpaca_farm.data.records import load_records
 from alpaca_farm.farm import farm_jobs, FarmConfig
-from alpaca_farm.run.runs import Run
+from alpaca_farm.real import RealConfig
+from alpaca_farm.run.runs import describe_run, Run
 
 JUDGE = """
 def longest(pairs): return [1 + (len(p['output_2']) > len(p['output_1'])) for p in pairs]
@@ -73,11 +74,16 @@ def test_runs_choose_for_their_size_and_the_users_file_counts_before(base, mine)
     assert 1e3 < cfg.weights_counted < 1e6
 
 
-def test_control_tokens_have_room_before_the_longest_prompt(mine):
-    sizes = own_sizes(BringYourOwnConfig(**mine | dict(methods=[*METHODS], max_prompt=90)))
-    most = {name: own['max_prompt'] for name, own in sizes.items() if 'max_prompt' in own}
-    assert most['feedme'] == most['references'] == most['ppo'] == 90
-    assert min(most['reward_conditioning'], most['quark']) > 90
+def test_an_edited_recipe_makes_another_run(base, tmp_path):
+    file = tmp_path/'recipe.yaml'
+    marks = []
+    for beta in (.2, .9):
+        file.write_text(f'dpo: {{beta: {beta}}}')
+        own = BringYourOwnConfig(recipe=str(file))
+        farm_of_real = RealConfig(sizes=str(file), model=str(base/'sft'))
+        marks.append([describe_run(own, bring_your_own.run)['fingerprint'],
+                      describe_run(farm_of_real, real.run)['fingerprint']])
+    assert all(one != other for one, other in zip(*marks))
 
 
 def test_every_method_has_settings_that_exist(mine, tmp_path):

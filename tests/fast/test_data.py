@@ -379,6 +379,14 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         _read_candidates(str(tmp_path/name))
 
 
+def test_scores_of_candidates_may_be_written_as_texts(tmp_path):
+    row = dict(instruction='Why?', output=['a', 'b'], scores=['10', 2])
+    query, = _read_candidates(write(tmp_path/'good.json', [row]))
+    assert query['scores'] == [10., 2.]
+    with pytest.raises(ValueError, match="bad.json, row 0.*'high'"):
+        _read_candidates(write(tmp_path/'bad.json', [row | dict(scores=[1, 'high'])]))
+
+
 @pytest.mark.parametrize('read', [load_records, _read_candidates, read_recorded, votes,
                                   recorded_judge])
 @pytest.mark.parametrize('suffix', ['json', 'jsonl'])
@@ -491,6 +499,7 @@ TOLD = [   # rows, and what is said when they are read or looked at
     (dict(instruction='Why?', output=['a', 'b'], scores=['good', 'bad']), '`scores`'),
     (dict(ASKS, history=[['Hi.', None]]), "'history'"),
     (dict(messages=WEIGHTED), 'weight 0'),
+    (dict(messages=[*WEIGHTED, *DONE]), 'weight 0'),
     (dict(messages=[dict(DONE[0], images=['x']), DONE[1]]), '`images`'),
     (dict(messages=[dict(DONE[0], context=['x']), DONE[1]]), '`context`'),
     ([dict(PAIRS[0], output_2='a')]*3, '3 pairs have two equal answers')]

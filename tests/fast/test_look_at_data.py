@@ -110,6 +110,14 @@ def test_the_command_is_one_that_begins(base, tmp_path, kind):
     assert getattr(own, 'max_length', 100) == 100
 
 
+def test_the_command_reads_the_split_that_was_looked_at(base, tmp_path):
+    for name in ('train', 'mine'):
+        file = tiny.write(tmp_path/f'{name}.json', KINDS['preference'][0])
+    cfg = LookAtDataConfig(data=str(tmp_path), split='mine', policy=str(base/'sft'))
+    words = shlex.split(training_command(read_parts(cfg.data, cfg.split), cfg))
+    assert tiny.given(words)['preferences'] == file
+
+
 def test_a_run_says_what_is_odd_and_leaves_it(base, tmp_path, capsys):
     out = tiny.run('look_at_data', base, tmp_path/'look', max_instances=50).folder
     said = capsys.readouterr().out

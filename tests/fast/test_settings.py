@@ -81,6 +81,7 @@ BAD_ALONE = dict(   # by notebook: values that are bad whatever the other settin
     rlcd=dict(method='rlhf', temperature=0, samples=__file__, task='wrold'),
     binary_feedback=dict(method='thumbs', held_out=0),
     annotators=dict(base_url='http://localhost:port/v1'),
+    eval=dict(base_url='localhost:8000/v1'),
     farm=dict(size='huge', seeds=0, crowd='alpaca_farm.world:nobody', board_judge='no/such.json'),
     bench=dict(worlds=1))
 ALONE = [(notebook, *row) for notebook, rows in BAD_ALONE.items() for row in rows.items()]
