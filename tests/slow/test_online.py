@@ -54,7 +54,7 @@ def test_a_bank_at_another_temperature_is_refused(base, tmp_path):
 
 
 def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
-    "A pair has one label; prompts that are too long, and missing verdicts, do not count."
+    "A pair has one label; missing verdicts do not count."
     def rows(prompts, text):
         return [dict(instruction=i, input='', output=[f'{text} {i}']) for i in prompts]
     choose = CheckpointSelector(None, OnlineConfig())
@@ -70,8 +70,8 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
         choose.annotate = annotate
         figures = choose.measure(None)
         return figures['val_win_rate'], figures['val_labels']
-    assert measure('ca', [2., 2.]) == (100., 2)
-    assert seen == [('base a', 'new a'), ('base c', 'new c')]
+    assert measure('cab', [2., 2., 2.]) == (100., 3)
+    assert seen == [('base a', 'new a'), ('base b', 'new b'), ('base c', 'new c')]
     assert measure('abc', [2., None, 2.]) == (100., 2)
     with pytest.raises(ValueError, match='no label'):
         measure('abc', [None]*3)
