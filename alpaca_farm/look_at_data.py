@@ -353,7 +353,8 @@ def training_command(parts: list[Part], cfg: LookAtDataConfig) -> str:
     given = {setting: cfg.data}
     if method != 'annotators': given['policy'] = cfg.policy
     if setting == 'data' and part.split: given['split'] = part.split
-    elif cfg.split: given[setting] = str(find_file(cfg.data, cfg.split))
+    elif cfg.split and at_root(cfg.data).is_dir():   # not on the hub
+        given[setting] = str(find_file(cfg.data, cfg.split))
     if labelled: given['loss_type'] = 'kto'
     if method == 'best_of_n': given['reward_model'] = ''
     if method == 'sft': given['val_split'] = 'val' if 'val' in splits else ''
