@@ -21,7 +21,7 @@ from ..data.pairs import match_prompts, output_texts
 from ..data.records import load_records
 from ..judging.judges import api_clients
 from ..judging.pools import answer_preferences
-from ..judging.stats import FEWEST_LABELS, replicate_interval
+from ..judging.stats import FEWEST_LABELS, known_mean, replicate_interval
 from ..run.files import read_json
 from ..run.paths import at_root
 from ..run.runs import read_summary, recipes, write_csv, write_figure
@@ -123,7 +123,7 @@ def _suffixed(
     for ending, times in endings.most_common(12):
         if times < .01*endings.total(): continue
         added = [dict(r, output=f'{r["output"][0]} {ending}') for r in answers]
-        liked = np.mean(np.concatenate(answer_preferences(added[:100], references, judge)))
+        liked = known_mean(np.concatenate(answer_preferences(added[:100], references, judge)))
         tried.append((liked, added))
     return max(tried, key=lambda pair: pair[0], default=(0, []))[1]
 
