@@ -20,8 +20,8 @@ from ..data.pairs import check_preferences, hash_uniform, pair_up, same_answers
 from ..data.records import FILE_SUFFIXES, load_records
 from ..judging.judges import api_clients, check_all_answered, load_annotators
 from ..judging.measures import sample_votes
-from ..judging.pools import both_orders, mean_preferences, preferences_over
-from ..judging.pools import report_missing
+from ..judging.pools import both_orders, mean_preferences, pool_weights
+from ..judging.pools import preferences_over, report_missing
 from ..judging.prompts import is_population
 from ..judging.stats import win_rate_interval
 from ..run.jobs import Job
@@ -156,10 +156,11 @@ def _sampled_preferences(
         if same_answers(outputs, references): return np.full(len(references), 1.5)
         labels = annotate_pairs(pairs, judge, seed)
         return np.array([r['preference'] for r in labels], dtype=float)
+    weights = pool_weights(judge)
     chance = both_orders(judge, pairs) - 1
-    votes = sample_votes(chance, pairs, 1, seed, getattr(judge, 'weights', None))[0]
+    votes = sample_votes(chance, pairs, 1, seed, weights)[0]
     differ = [p['output_1'] != p['output_2'] for p in pairs]
-    missing = np.isnan(chance).any((0, 1)) & differ
+    missing = np.isnan(chance[weights > 0]).any((0, 1)) & differ
     return np.where(missing, np.nan, votes)
 
 # %% ../../nbs/boards/judged.ipynb #08645fbf
