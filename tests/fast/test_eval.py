@@ -6,11 +6,12 @@ import pandas as pd
 import pytest
 
 import tiny
-from alpaca_farm import eval as ev
+from alpaca_farm import annotators, eval as ev
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
 from alpaca_farm.judging.judges import load_annotators
+from alpaca_farm.judging.parsers import PARSERS
 from alpaca_farm.judging.pools import annotator_order, mean_preferences, Pool
 from alpaca_farm.run.runs import read_summary
 from judge_server import judge_server
@@ -186,3 +187,30 @@ def test_a_judge_of_weight_0_is_not_asked():
     assert {*judged.votes['mine']} == {1, 2}
     with pytest.raises(ValueError, match='at least one judge needs a weight above 0'):
         Pool('none', [first, second], [0, 0])
+
+
+@pytest.mark.parametrize('heading, read', [
+    ('Less helpful:', False), ('**Worse**\n', False), ('Worse.', False), ('# Rejected answer', False),
+    ('Which is not as good?', False), ('Better:', True), ('Here is my verdict:', True),
+    ('The other answer is less helpful and partly wrong.', True)])
+def test_what_stands_below_a_heading_of_the_worse_answer_is_no_verdict(heading, read):
+    for letter, preference in (('A', 1), ('B', 2)):
+        said = dict(choices=[dict(text=f'{heading}\n{letter}')])
+        verdict, = PARSERS['letter_parser'](said, 1)
+        assert verdict == preference if read else np.isnan(verdict)
+
+
+def test_where_a_coin_labels_no_flip_is_counted(tmp_path):
+    "Nobody knows what a judge would have said of the pairs that it was not asked about."
+    equal = [dict(p, output_2='a') for p in LIGHT[:50]]
+    pairs = tiny.write(tmp_path/'pairs.json', equal + LIGHT[50:100])
+    summaries = {}
+    for asked in (True, False):
+        cfg = annotators.AnnotatorsConfig(
+            out=str(tmp_path/str(asked)), outputs=pairs, label_flip=.25, ask_flipped=asked,
+            annotators='alpaca_farm.boards.agreement:prefer_longer')
+        annotators.run(cfg)
+        summaries[asked] = read_summary(cfg.out)
+    assert summaries[False]['unasked'] > 10
+    assert not {'flip_rate', 'flip_low', 'flip_high'} & {*summaries[False]}
+    assert 'flip_rate' in summaries[True]
