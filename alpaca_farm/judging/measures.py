@@ -152,7 +152,12 @@ def cast_votes(
     p = np.asarray(preferences, dtype=float)
     given = p[~np.isnan(p)]
     if np.isin(given, (1, 1.5, 2)).all(): return p
-    if len(p) == 1: p = np.repeat(p, 4, 0)
+    few = len(p)
+    if few < 4:   # some vote again, each time by another coin
+        orders = [annotator_order(pair, np.ones(few), seed) for pair in pairs]
+        who = np.transpose(orders)[np.arange(4 - few) % few]
+        again = p[who, :, np.arange(len(pairs))]   # (votes, pairs, 2)
+        p = np.concatenate([p, np.swapaxes(again, 1, 2)])
     votes = np.empty(p.shape)
     for k, order, i in np.ndindex(p.shape):
         votes[k, order, i] = decide_vote(pairs[i], p[k, order, i], f'{seed} {k}')

@@ -47,7 +47,8 @@ class World:
     def path(self, name: str) -> str:
         "Return what a field names, as a path from the project's root if it is in the folder."
         if not name.startswith('.'): return name
-        return f'{self.folder}/{name[1:].strip("/")}'.rstrip('/')
+        inside = '' if name == '.' else name.removeprefix('./')
+        return f'{self.folder}/{inside}'.rstrip('/')
 
     @property
     def model(self) -> str:

@@ -1,4 +1,5 @@
 "Agreement of judges with people: formats, joins, measures by loops, and published anchors."
+import itertools
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from alpaca_farm.boards import agreement as A
 from alpaca_farm.data.pairs import swap_outputs
 from alpaca_farm.judging.judges import read_recorded
 from alpaca_farm.judging.label_files import recorded_verdicts
+from alpaca_farm.judging.measures import cast_votes, judge_measures, pair_traits, people_votes
 from alpaca_farm.judging.pools import annotator_preferences
 from alpaca_farm.run.files import read_json
 from alpaca_farm.world import embedded_pairs
@@ -214,6 +216,29 @@ def paid(tmp_path, server, **more):
         out=str(tmp_path/'out'), store=str(tmp_path/'answers.sqlite'),
         prices=str(tmp_path/'prices.yaml'), sets=['alpaca_farm.world:embedded_pairs'],
         max_instances=20, draws=10, **more)
+
+
+@pytest.mark.parametrize('chances', [[.8], [.8, .6], [.9, .7, .6], [.8, .65, .7, .6]])
+def test_votes_of_few_unsure_judges_beside_all_votes_there_could_be(chances):
+    "Four votes, by turns in a random order; people all prefer the second answer."
+    pair = dict(input='', output_1='a', output_2='b', votes=dict.fromkeys('ABC', 2.))
+    pairs = [dict(pair, instruction=f'Say {i}.') for i in range(6000)]
+    given = np.empty((len(chances), 2, len(pairs)))
+    given[:] = 1 + np.array(chances)[:, None, None]
+    found = judge_measures(cast_votes(given, pairs), people_votes(pairs), pair_traits(pairs))
+    missed = []
+    errors = []
+    for order in itertools.permutations(chances):
+        for votes in itertools.product((0, 1), repeat=4):
+            four = zip(votes, itertools.cycle(order))
+            weight = math.prod(p if vote else 1 - p for vote, p in four)
+            missed.append(weight*(1 - (np.sign(sum(votes) - 2) + 1)/2))
+            differ = [vote != (sum(votes) - vote > 1.5) for vote in votes]
+            errors.append(weight*np.mean(differ))
+    orders = math.factorial(len(chances))
+    assert found['bias'] == pytest.approx(sum(missed)/orders, abs=.02)
+    assert found['variance'] == pytest.approx(sum(errors)/orders, abs=.02)
+    assert found['accuracy'] == pytest.approx(np.mean(chances), abs=.02)
 
 
 def test_a_judge_behind_an_endpoint_has_a_price_and_a_time(tmp_path, server):

@@ -2,9 +2,12 @@
 from itertools import combinations
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.special import expit, logit, softmax
 
+import tiny
+from alpaca_farm import decide
 from alpaca_farm.boards import regret
 
 
@@ -60,3 +63,32 @@ def test_many_votes_overrule_a_very_wrong_judge(said):
     rates = np.full((4, 4), .5)
     found = regret.weigh_duels(rates, 60*(1 - np.eye(4)), np.eye(4), np.full(3, said), 1000)
     assert expit(found.mean()) == pytest.approx(.5, abs=.03)
+
+
+def test_equal_answers_do_not_check_a_judge(tmp_path, monkeypatch):
+    "Neither of the pairs that are drawn nor of those labelled before."
+    sft = [dict(instruction=f'{i}?', input='', output='Yes.') for i in range(90)]
+    again = [dict(r, output='Yes.' if i % 2 else 'No.') for i, r in enumerate(sft)]
+    monkeypatch.setattr(decide, 'read_answers', lambda *_, **__: again)
+    pairs = [dict(instruction='Say.', input='', output_1='a', output_2=text, preference=1.5)
+             for text in ('a', 'b')]
+    cfg = decide.DecideConfig(labels=tiny.write(tmp_path/'labels.json', pairs), budget=100)
+    first, known = decide._first_pairs(cfg, sft)
+    assert len(first) == 30
+    assert {p['output_2'] for p in first + known} == {'No.', 'b'}
+
+
+def test_a_missing_verdict_leaves_a_pair_out_of_a_decision():
+    agreed, said = decide._judge_check(np.repeat([1., np.nan], [12, 3]), np.ones(15))
+    assert agreed.value == 1
+    assert 'of 12 labels' in said
+    rng = np.random.default_rng(0)
+    verdicts = rng.random((60, 1))
+    verdicts[0] = np.nan
+    answers = {row: [dict(instruction=f'{i}?', output=row) for i in range(60)] for row in ('sft', 'a')}
+    board = decide.Board(answers, verdicts, pd.DataFrame(dict(length=[9], kl=[1]), ['a']))
+    found, _ = decide._ask_duels(board, 20, lambda pairs: 1.*(rng.random(len(pairs)) < .6), 0)
+    table, _ = decide._decision_table(board, found)
+    assert not table.drop(columns=['length', 'kl']).isna().any(axis=None)
+    row = table.set_index('second').loc['a']
+    assert row.win_rate == pytest.approx(100*verdicts[1:].mean())
