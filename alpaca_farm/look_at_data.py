@@ -99,11 +99,11 @@ def _kind_of_record(record):
 def _load_part(spec, names, columns, n):
     "Read a file as what its first row is."
     rows, where = load_rows(spec, names)
-    rows = rows[:n or None]
     kinds = 'instruction'
     for first in as_records(rows[:1], where, _ANSWERED, columns):
         if any(FIELDS[kind].keys() <= first.keys() for kind in _ANSWERED): kinds = _ANSWERED
-    records = read_records(rows, where, kinds, columns)
+    records = read_records(rows, where, kinds, columns, n)
+    rows = rows[:n or None]
     repeated = len(rows) - len({json.dumps(row, sort_keys=True, default=str) for row in rows})
     named = parse_columns(columns)
     return Part(

@@ -370,6 +370,7 @@ def read_records(
     where: str,         # the file, for messages
     kind: str | tuple = 'instruction',   # kind of record (FIELDS), or several allowed kinds
     columns: str = '',  # names of columns, as in instruction=question,output=answer
+    n: int = 0,         # only the first n; all if 0
 ) -> list[dict]:
     """Make rows checked records, each once, and print what was used; ValueError names row and field.
 
@@ -378,9 +379,13 @@ def read_records(
       where : the file, for messages
       kind : kind of record (FIELDS), or several allowed kinds
       columns : names of columns, as in instruction=question,output=answer
+      n : only the first n; all if 0
     """
     kinds = (kind,) if isinstance(kind, str) else kind
-    records = as_records(rows, where, kinds, columns)
+    every = rows
+    rows = rows[:n or None]
+    if 'preference' not in kinds: every = rows   # all labels tell their code, the first may not
+    records = as_records(every, where, kinds, columns)[:len(rows)]
     said = describe_columns(rows, records, parse_columns(columns))
     records = check_records(records, _kind_of(records[0] if records else {}, kinds), where)
     by_text = {json.dumps(r, sort_keys=True, default=str): r for r in records}
@@ -407,7 +412,7 @@ def load_records(
       columns : names of columns, as in `read_records`
     """
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
-    return read_records(rows[:n or None], where, kind, columns)
+    return read_records(rows, where, kind, columns, n)
 
 # %% ../../nbs/data/records.ipynb #4e3d1b80
 LISTS = ('output', 'source', 'scores', 'ended')

@@ -292,6 +292,18 @@ def test_the_numbers_0_1_2_need_a_code(tmp_path, suffix):
     assert preferences(path) == [1.5, 1, 2]
 
 
+def test_all_labels_of_a_file_tell_their_code_if_only_the_first_are_read(tmp_path):
+    path = str(tmp_path/'a.json')
+    rows = [dict(PAIRS[i], preference=i) for i in range(3)]
+    put(tmp_path/'a.json', [dict(r, price_per_example=.1) for r in rows])   # AlpacaEval's
+    assert preferences(path, n=2) == [1.5, 1]
+    assert len(read_parts(path, n=2)[0].records) == 2
+    put(tmp_path/'a.json', [rows[1], dict(rows[2], preference=0)])   # 0 and 1: the second, the first
+    for read in (preferences, read_parts):
+        with fails('a.json', 'labels are 0, 1'):
+            read(path, n=1)
+
+
 def test_what_is_read_can_be_written(tmp_path):
     "Whatever stands in a column that no one reads."
     held = dict(at=[datetime.date(2026, 1, 2)], took=datetime.timedelta(1))
