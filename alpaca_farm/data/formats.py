@@ -127,7 +127,7 @@ def _prompt(row, prompt):
     return _as_prompt(_turns(prompt, 'user'), prompt)
 
 
-def _behind(prompt, answer):
+def _behind_colon(prompt, answer):
     "Return an answer without the spaces behind the colon, if its prompt ends with `Assistant:`."
     return answer.lstrip(' ') if isinstance(answer, str) and _is_dialogue(prompt) else answer
 
@@ -186,7 +186,7 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
         raise ValueError(_NO_PROMPT)
     texts = whole and all(isinstance(a, str) and a.strip().startswith(begun) for a in answers)
     if texts: first, second = map(_answered, answers)
-    else: first, second = (_turns(_behind(prompt, a), 'assistant') for a in answers)
+    else: first, second = (_turns(_behind_colon(prompt, a), 'assistant') for a in answers)
     n = _shared(first, second)
     turns = first[:n]
     if prompt:
@@ -271,7 +271,7 @@ def _chosen_turns(row, chosen, rejected, conversations):
 # %% ../../nbs/data/formats.ipynb #dc91dcae
 def _pair(row, prompt, first, second, *preference):
     "Read a prompt, two answers to it, and the preference if it is given."
-    answers = dict(output_1=_behind(prompt, first), output_2=_behind(prompt, second))
+    answers = dict(output_1=_behind_colon(prompt, first), output_2=_behind_colon(prompt, second))
     pair = _prompt(row, prompt) | answers
     return dict(pair, preference=preference[0]) if preference else pair
 
@@ -349,7 +349,7 @@ def _completions(row, instruction, completions):
 def _completion(row, prompt, completion):
     "Read TRL's prompt and completion, which may repeat the prompt."
     asked = _turns(prompt, 'user')
-    turns = _turns(_behind(prompt, completion), 'assistant')
+    turns = _turns(_behind_colon(prompt, completion), 'assistant')
     answer = turns[_repeated(asked, turns[:len(asked)]):]
     return dict(_as_prompt(asked, prompt), output=_as_answer(answer))
 

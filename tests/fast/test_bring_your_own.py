@@ -13,6 +13,7 @@ from alpaca_farm import bring_your_own, farm, real, rlcd
 from alpaca_farm.bring_your_own import _read_own, BringYourOwnConfig, divide_prompts, forecast
 from alpaca_farm.bring_your_own import METHODS, own_sizes, planned_runs
 from alpaca_farm.data.records import load_records
+from alpaca_farm.model.loading import model_config
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.real import RealConfig
 from alpaca_farm.rlcd import RLCDConfig
@@ -109,9 +110,29 @@ def test_an_edited_recipe_makes_another_run(base, tmp_path, monkeypatch):
     assert edited(library/'real.yaml', 'dpo: {beta: .9}') == [False, False, True, False]
 
 
+def test_a_setting_that_no_run_has_is_refused_first(mine, tmp_path):
+    "In the recipe, under the name of a run or of its notebook."
+    for name, wrong, right in (('dpo', 'betta', 'beta'), ('rloo', 'rolouts', 'rollouts'),
+                               ('best_of_n', 'temprature', 'temperature')):
+        file = tiny.write(tmp_path/'wrong.yaml', {name: {wrong: 1}})
+        with pytest.raises(TypeError, match=f'{name}.*{wrong}|{wrong}.*{name}.*mean {right}'):
+            BringYourOwnConfig(**mine | dict(recipe=file))
+
+
+def test_prompts_that_the_model_cannot_read_are_refused_first(mine):
+    "By its positions, with the answer behind them; the limit itself is read."
+    limit = model_config(mine['model']).max_position_embeddings
+    def check(most):
+        cfg = BringYourOwnConfig(**mine | dict(max_prompt=110, max_new_tokens=most))
+        _read_own(Run(cfg, dict(settings={})))
+    check(limit - 110)
+    with pytest.raises(ValueError, match=f'{limit + 1} tokens, but .* reads at most {limit} '):
+        check(limit - 109)
+
+
 def test_every_method_has_settings_that_exist(mine, tmp_path):
     "On its own settings, and with an adapter and a template."
-    given = mine | dict(methods=[*METHODS], lora_rank=2, template='alpaca', max_prompt=200)
+    given = mine | dict(methods=[*METHODS], lora_rank=2, template='alpaca', max_prompt=140)
     world = bring_your_own.run(BringYourOwnConfig(**given)).folder
     jobs = farm_jobs(FarmConfig(world=str(world)))
     for job in jobs:
