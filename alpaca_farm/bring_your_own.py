@@ -125,8 +125,8 @@ def _check_prompts(run, data: dict):
     limit = getattr(text, 'max_position_embeddings', None) or math.inf
     longest = cfg.max_prompt + control + cfg.max_new_tokens
     if longest > limit:
-        raise ValueError(f'max_prompt + max_new_tokens: {longest} tokens, but {cfg.model} reads at '
-                         f'most {limit} (max_position_embeddings). Lower one of them')
+        raise ValueError(f'max_prompt + max_new_tokens: {longest} tokens, but {cfg.model} reads '
+                         f'at most {limit} (max_position_embeddings). Lower one of them')
     learned = run_config(cfg.model).get('settings', {}).get('max_prompt', math.inf)
     if max(lengths) > learned:
         print(f'prompts = {cfg.prompts}: up to {max(lengths)} tokens, and {cfg.model} was trained '

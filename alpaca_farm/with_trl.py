@@ -86,15 +86,15 @@ def _labels_of(world: World) -> str:
     folder = Path(world.folder)
     runs = folder.parent if folder.name == 'world' else Path(f'{folder}_runs')
     if at_root(runs/'annotators').exists(): return str(runs/'annotators')
-    raise ValueError(f'world = {folder}: its labels are not in {runs}/annotators. Run its farm, or '
-                     'name a run of annotators or a file in `preferences`')
+    raise ValueError(f'world = {folder}: its labels are not in {runs}/annotators. Run its farm, '
+                     'or name a run of annotators or a file in `preferences`')
 
 
 def to_datasets(
     world: str = 'runs/world',   # folder of the world
     preferences: str = '',       # labels: a run of annotators or a file; empty: the world's
 ):  # a DatasetDict
-    """Return a world's splits in TRL's columns, beside them the utility; ValueError without labels.
+    """Return a world's splits in TRL's columns, with the utility; ValueError without labels.
 
     Parameters:
       world : folder of the world
