@@ -39,6 +39,19 @@ def world(base): return str(base/'world')
 def data(base, world): return to_datasets(world, str(base/'annotators'))
 
 
+def test_the_labels_are_those_of_the_world(base, world, data, tmp_path):
+    "Of its farm, or those that it has; without any the world is refused."
+    assert to_datasets(world)['preference'].to_list() == data['preference'].to_list()
+    own = shutil.copytree(world, tmp_path/'own')
+    with pytest.raises(ValueError, match=r"world = .*own: its labels are not in .*own_runs/ann"):
+        to_datasets(str(own))
+    labelled = read_json(base/'annotators'/'preferences.json')[:9]
+    write_json(own/'preferences.json', labelled)
+    write_json(own/'world.json', read_json(own/'world.json') | dict(preferences='./preferences.json'))
+    decided = [r for r in labelled if r['preference'] != 1.5]
+    assert len(to_datasets(str(own))['preference']) == len(decided)
+
+
 def changed_example(trainer, changes):
     "The example in a trainer's documentation, with some lines exchanged for others."
     example = re.search(r'```python\n(.*?)```', trainer.__doc__, re.DOTALL)[1]
