@@ -301,8 +301,15 @@ def people_win_rate(
         raise ValueError(f'labels: the judge has a verdict on {labelled.sum()} of {has.sum()} '
                          f'labelled requests, and {FEWEST_LABELS} are needed')
     rate, alone, worth = correct_mean(labels.votes[labelled], f[labelled], f[judged & ~has])
-    share = float(judged.sum()/(judged | labels.same).sum())   # of the others, half is known
-    def percent(i): return Interval(*(100*share*x + 50*(1 - share) for x in i))
+    counted = (judged | labels.same).sum()
+    share = float(judged.sum()/counted)   # an equal answer is a half and needs no label
+
+    def percent(i):
+        own = _Z*abs(i.value - .5)*math.sqrt(share*(1 - share)/counted)   # the share is estimated
+        value = share*i.value + (1 - share)/2
+        low = value - math.hypot(share*(i.value - i.low), own)
+        high = value + math.hypot(share*(i.high - i.value), own)
+        return Interval(100*value, 100*low, 100*high)
     return Corrected(percent(rate), percent(alone), worth)
 
 # %% ../../nbs/boards/corrected.ipynb #ee398f20
@@ -315,13 +322,14 @@ def label_columns(preferences, labels: PeopleLabels | None) -> dict:
             | dict(n_labels=n, worth=c.worth))
 
 # %% ../../nbs/boards/corrected.ipynb #4798bc50
-def _plan_text(what: str, judge, agreement: float, points: float) -> str:
-    "A sentence on how many labels an interval of plus or minus these points takes."
-    plan = plan_labels(judge, agreement, points/100)
+def _plan_text(what: str, judge, agreement: float, points: float, share: float = 1.) -> str:
+    """A sentence on how many labels an interval of plus or minus these points takes, if a `share`
+    of the requests needs labels."""
+    plan = plan_labels(judge, agreement, points/100/share)
     needed = f'{plan.with_judge:.0f} labels, {plan.without:.0f} without the judge'
-    if plan.least > points/100:
+    if share*plan.least > points/100:
         needed = (f'more than the {len(judge)} requests: all labelled leave '
-                  f'+-{100*plan.least:.1f}')
+                  f'+-{100*share*plan.least:.1f}')
     return f'{what}: +-{points} points take {needed}'
 
 # %% ../../nbs/boards/corrected.ipynb #bd8833dc
@@ -353,7 +361,9 @@ def explain_win_rate(
              f'{text(c.rate)}, labels alone {text(c.labels)}; the judge makes them worth '
              f'{c.worth:.0f}']
     agreement = judge_agreement(beside[has], votes)
-    lines += [_plan_text(name, f_all, agreement, points) for points in (2, 5)]
+    use = judged & ~labels.same
+    share = use.sum()/(judged | labels.same).sum()
+    lines += [_plan_text(name, f[use], agreement, points, share) for points in (2, 5)]
     if not labels.drawn:
         lines.append(f'{name}: the labels do not say that they were drawn at random. If they were '
                      'chosen, the corrected rate may be wrong by any amount, whatever its interval')

@@ -253,14 +253,14 @@ def _or_nan(measure, *votes):
 # %% ../../nbs/judging/measures.ipynb #e0ea8cc9
 def _four_votes(votes, orders):
     """Choose four votes on each pair (or as many as judges), each in the order of its coin;
-    all votes of a judge who was asked in one order."""
+    all votes if there are fewer than four judges, or of a judge who was asked in one order."""
     annotators, _, pairs = votes.shape
-    if np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, pairs)
-    chosen = np.empty((max(4, annotators), pairs))
+    if annotators < 4 or np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, pairs)
+    chosen = np.empty((annotators, pairs))
     every_pair = np.arange(pairs)
     for k, row in enumerate(chosen):
         order = orders[:, k % 4]
-        row[:] = votes[k % annotators, order, every_pair]
+        row[:] = votes[k, order, every_pair]
     return chosen
 
 # %% ../../nbs/judging/measures.ipynb #d88c27df
@@ -305,7 +305,8 @@ def judge_measures(
     hits = (shares*mode).sum(0)
     hits += ~traits.ties*shares[1]*mode.sum(0)/2   # half right where nobody else casts one
     decided = mode[[0, 2]].max(0) == 1
-    raters = np.vstack([people, four[:1]])
+    first = np.isnan(four).argmin(0)   # the judge's first vote on each pair
+    raters = np.vstack([people, four[first, np.arange(four.shape[1])]])
     longer = _feature_preference(every, traits.longer)
     measures = dict(
         accuracy=_share(hits.sum(), table.sum()),

@@ -49,6 +49,29 @@ def test_pandalm():
     assert published(judge, 'accuracy', 'decided') == [.711, .774]
 
 
+def one_vote(given, orders):
+    "A judge that was asked about each pair in one order, as votes: (1, 2, pairs)."
+    votes = np.full((1, 2, len(given)), np.nan)
+    votes[0, orders, np.arange(len(given))] = given
+    return votes
+
+
+def test_a_vote_is_not_copied_and_counts_whichever_order_was_asked():
+    "Of two votes, one differs from the other in 2 x .8 x .2 of the pairs."
+    rng = np.random.default_rng(0)
+    pairs = [dict(instruction=str(i), input='', output_1='a', output_2='b') for i in range(2000)]
+    traits = pair_traits(pairs)
+    people = rng.choice([1., 2.], (4, 2000))
+    twice = 1. + (rng.random((1, 2, 2000)) < .8)
+    assert judge_measures(twice, people, traits)['variance'] == pytest.approx(.32, abs=.03)
+    contrary = 3 - people[0]
+    stored, exchanged, either = (judge_measures(one_vote(contrary, orders), people, traits)
+                                 for orders in (0, 1, rng.integers(2, size=2000)))
+    assert math.isnan(stored['variance'])
+    assert stored['alpha'] < -.05
+    assert exchanged['alpha'] == either['alpha'] == stored['alpha']
+
+
 @with_data
 def test_llmbar(tmp_path):
     sets = A.load_sets([f'{DATA}/llmbar/LLMBar_Natural.json',

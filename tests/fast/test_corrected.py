@@ -14,7 +14,7 @@ from alpaca_farm.boards import compare
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.corrected import correct_mean, explain_win_rate, judge_agreement
 from alpaca_farm.boards.corrected import judge_labelled, match_labels, people_difference
-from alpaca_farm.boards.corrected import people_win_rate, plan_labels, ppi_mean
+from alpaca_farm.boards.corrected import people_win_rate, PeopleLabels, plan_labels, ppi_mean
 from alpaca_farm.boards.farm_board import _people_labels
 from alpaca_farm.boards.judged import judge_all
 from alpaca_farm.boards.leaderboards import leaderboard, leaderboard_figure
@@ -410,3 +410,30 @@ def test_labels_of_public_data_are_recovered_from_a_part(tmp_path, data, n):
     assert covered.mean() > .93
     assert abs(error.mean()) < abs(f.mean() - y.mean())     # the judge's own error
     assert np.median(c.worth)/n == pytest.approx(WORTH[data], abs=.15)
+
+
+def half_equal(rng, rate=.9, requests=805, labels=200):
+    "A judge's preferences and people's labels where half of the answers are the same."
+    same = rng.random(requests) < .5
+    vote = (rng.random(requests) < rate).astype(float)
+    judged = np.where(rng.random(requests) < .15, 1 - vote, vote)
+    votes = np.full(requests, np.nan)
+    drawn = rng.choice(np.flatnonzero(~same), labels, replace=False)
+    votes[drawn] = vote[drawn]
+    return np.where(same, 1.5, 1 + judged), PeopleLabels(votes, 'random', same)
+
+
+def test_an_interval_with_equal_answers_is_about_all_requests_of_the_kind():
+    "The win rate of all such requests is 100 (.5 x .5 + .5 x .9); the share of equal ones varies."
+    rng = np.random.default_rng(0)
+    found = [people_win_rate(*half_equal(rng)).rate for _ in range(400)]
+    held = [i.low <= 70 <= i.high for i in found]
+    assert np.mean(held) == pytest.approx(.95, abs=.03)
+
+
+def test_a_forecast_of_labels_counts_no_equal_answers():
+    preferences, labels = half_equal(np.random.default_rng(1), requests=400, labels=60)
+    report = explain_win_rate('mine', 'judge', preferences, labels)
+    (needed,) = [int(line.split(' take ')[1].split()[0]) for line in report if '+-5 points' in line]
+    low, high = people_win_rate(preferences, labels).rate[1:]
+    assert needed == pytest.approx(60*((high - low)/10)**2, rel=.25)

@@ -9,6 +9,7 @@ from scipy.special import expit, logit, softmax
 import tiny
 from alpaca_farm import decide
 from alpaca_farm.boards import regret
+from alpaca_farm.judging.duels import hold_duels, pair_rates
 
 
 def test_judge_and_duels_beside_draws_from_the_prior():
@@ -34,6 +35,23 @@ def test_judge_and_duels_beside_draws_from_the_prior():
     drawn = regret.draw_win_rates(found, 20_000)
     by_weight = regret.chances(expit(strengths[rng.choice(len(truth), 20_000, p=weights)]))
     assert regret.chances(drawn)[0] == pytest.approx(by_weight[0], abs=.03)
+
+
+def test_one_judge_in_twenty_is_contradicted_by_chance():
+    "Nine equal methods, whose answers are lucky or not: an answer meets eight others."
+    contradicted = []
+    answers = np.arange(9)[:, None].repeat(400, 1)
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        luck = .6*rng.normal(size=(9, 400))
+        chance = expit(luck[:, None] - luck[None])
+
+        def ask(duels): return (rng.random(len(duels)) < chance[tuple(duels[:, :3].T)]).astype(float)
+        found = hold_duels(answers, 720, ask, 'order', seed=seed)
+        rates, counts = pair_rates(found, answers)
+        *_, p = regret.judge_in_duels(rates, counts, np.eye(9), np.full(9, .5))
+        contradicted.append(p[1:] < .05)
+    assert .02 < np.mean(contradicted) < .075
 
 
 def test_methods_that_have_not_met_are_not_compared():
