@@ -39,7 +39,8 @@ class World:
     pool: str = './pool.json'   # simulated judges: they label and judge
     preferences: str = ''       # labels that are there already, in place of the crowd's
     reader: str = ''            # module:function, path -> judge: reads the judges in the folder
-    label_flip: Share = 0.      # share of their labels that are flipped
+    # share of the labels of judges in the folder that a run flips, if it is not told otherwise
+    label_flip: Share = 0.
     utility: str = ''           # module:function, records -> utilities
     marks: str = ''             # module:function, records -> {mark: values}, which sum to it
     right: str = ''             # module:function, records -> what right answers say
