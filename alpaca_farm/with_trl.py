@@ -286,6 +286,7 @@ class TruthCallback(TrainerCallback):
         "Answer the requests with the model as it is."
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
+        model = getattr(model, 'get_base_model', lambda: model)()   # adapters are inside it
         training = model.training
         policy = Policy(model.eval(), trainer.processing_class)
         answered = sample_answers(policy, self.records, self.sampling)

@@ -71,7 +71,7 @@ def selected_logprobs(
     tokens,                   # (N,)
     temperature: float = 1.,  # at which they were sampled
     chunk: int = 0,           # rows whose logits are in memory; 0: as many as take 128 MiB
-    never=None,               # tokens that cannot follow, none of the chosen ones
+    never=None,               # tokens that are left out, unless they are the chosen ones
     **head,                   # bias (V,), scale and cap, as in `head_logits`
 ) -> torch.Tensor:  # (N,), differentiable in hidden, weight and bias
     """Compute log-probs of tokens without all N x V logits in memory.
@@ -82,7 +82,7 @@ def selected_logprobs(
       tokens : (N,)
       temperature : at which they were sampled
       chunk : rows whose logits are in memory; 0: as many as take 128 MiB
-      never : tokens that cannot follow, none of the chosen ones
+      never : tokens that are left out, unless they are the chosen ones
       head : bias (V,), scale and cap, as in `head_logits`
     Returns: (N,), differentiable in hidden, weight and bias
     """
@@ -93,7 +93,9 @@ def selected_logprobs(
 
     def compute(states, chosen):
         logits = head_logits(states, weight, **head)
-        if never is not None: logits = logits.index_fill(1, never, -torch.inf)
+        if never is not None:
+            own = logits.gather(1, chosen[:, None])
+            logits = logits.index_fill(1, never, -torch.inf).scatter(1, chosen[:, None], own)
         return token_logprobs(logits, chosen, temperature)
 
     chunk = chunk or max(1, 2**25//len(weight))

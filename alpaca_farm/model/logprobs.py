@@ -278,13 +278,13 @@ def logits_of(policy: Policy, states: torch.Tensor) -> torch.Tensor:
     return head_logits(states, **_head_parts(policy))
 
 # %% ../../nbs/model/logprobs.ipynb #89ee98c7
-def _never_written(policy, tokens, size) -> torch.Tensor | None:
-    "The tokens below `size` that a policy never samples, but for those among `tokens`, if any."
+def _never_written(policy, size) -> torch.Tensor | None:
+    "The tokens below `size` that a policy never samples, if any."
     config = getattr(policy.model, 'generation_config', None)
     suppressed = getattr(config, 'suppress_tokens', None)
     if not suppressed: return None
-    never = torch.tensor(suppressed, device=tokens.device)
-    return never[(never < size) & ~torch.isin(never, tokens)]
+    never = torch.tensor(suppressed, device=policy.device)
+    return never[never < size]
 
 
 def logprobs(
@@ -305,7 +305,7 @@ def logprobs(
     chosen = batch['response'][:, 1:].bool()
     tokens = batch['ids'][:, 1:][chosen]
     head = _head_parts(policy)
-    never = _never_written(policy, tokens, len(head['weight']))
+    never = _never_written(policy, len(head['weight']))
     logp = selected_logprobs(states[:, :-1][chosen], tokens=tokens, temperature=temperature,
                              never=never, **head)
     out = torch.zeros(batch['ids'].shape, device=logp.device)

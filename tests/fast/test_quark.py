@@ -85,6 +85,11 @@ def test_a_policy_with_reward_tokens_is_no_nat_from_itself(models):
     assert log_ratios(policy, models.prompts, samples, cfg) == pytest.approx([0.]*16, abs=1e-4)
     batch = collate(models.prompts[:1], [ids], models.tokenizer.pad_token_id)
     assert logprobs(policy, batch).isfinite().all()   # of an answer that has them nevertheless
+    pad = models.tokenizer.pad_token_id
+    alone = collate(models.prompts[:1], [samples[0].tokens], pad)
+    beside = collate(models.prompts[:2], [samples[0].tokens, ids], pad)
+    one, other = (logprobs(policy, b)[0].sum().item() for b in (alone, beside))
+    assert one == pytest.approx(other, abs=1e-4)   # whatever else is in the batch
 
 
 @pytest.mark.slow

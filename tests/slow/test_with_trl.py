@@ -190,6 +190,20 @@ def test_the_truth_is_logged_and_changes_no_training(base, world, data, tmp_path
     for r in rows: assert r['truth/gap'] == r['truth/pool'] - r['truth/held_out_crowd']
 
 
+@needs_trl
+def test_the_truth_of_an_adapter_is_that_of_its_policy(base, world, data, tmp_path):
+    import peft
+    import trl
+    trainer = trl.DPOTrainer(str(base/'sft'/'model'), train_dataset=data['preference'],
+                             args=trl.DPOConfig(output_dir=str(tmp_path), **COMMON),
+                             peft_config=peft.LoraConfig(task_type='CAUSAL_LM'))
+    told = TruthCallback(trainer, world, requests=8, max_new_tokens=12)
+    before = [r['output'] for r in told.answer()]
+    for name, weight in trainer.model.named_parameters():
+        if 'lora_B' in name: torch.nn.init.normal_(weight)
+    assert [r['output'] for r in told.answer()] != before
+
+
 @pytest.mark.parametrize('found, refused', [('1.11.0', True), ('1.12.0', False), (None, False)])
 def test_an_old_trl_is_named(found, refused, monkeypatch):
     def version(_):
