@@ -22,7 +22,7 @@ from .boards.regret import Beliefs, chances, draw_win_rates, judge_in_duels
 from .boards.regret import weigh_duels
 from .boards.text import TEXT_COLUMNS
 from .data.dialogues import prompt_key
-from .data.pairs import match_prompts, output_texts
+from .data.pairs import match_prompts, output_texts, pair_identity
 from .data.records import each_answer, load_records
 from .farm import farm_jobs, farm_world, FarmConfig, population, RUNS
 from .judging.duels import duel_records, Duels, equal_share, hold_duels
@@ -38,7 +38,7 @@ from .model.rewards import reward
 from .overoptimization import foretell, standard_reward
 from .run.defaults import count_weights
 from .run.jobs import Job, run_or_fail
-from .run.runs import read_summary, run_config, start, write_csv
+from .run.runs import content_hash, read_summary, run_config, start, write_csv
 from .run.settings import ASIDE, command, Count, Judge, Positive
 from .worlds.folder import World
 
@@ -202,13 +202,15 @@ def _known_labels(labels: str) -> list[dict]:
     "Pairs of different answers that were labelled before any was drawn here."
     file = label_file(labels) if labels else None
     if not file: return []
-    rows = read_recorded(file)
     known = []
-    for r in rows:
-        if r['output_1'] == r['output_2']: continue
+    pairs = {}   # the first row on each
+    for r in read_recorded(file):
         is_check = r.get('generator_1') == 'sft' and r.get('drawn') == 'random'
-        if not is_check and r.get('drawn') != 'duel': known.append(r)
-    return known
+        if r['output_1'] == r['output_2'] or is_check or r.get('drawn') == 'duel': continue
+        known.append(r)
+        pairs.setdefault(tuple(pair_identity(r)), r)
+    means = RecordedLabels(known)([*pairs.values()])
+    return [dict(r, preference=mean) for r, mean in zip(pairs.values(), means)]
 
 # %% ../nbs/decide.ipynb #521fd564
 def _first_pairs(cfg: DecideConfig, sft: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -548,6 +550,15 @@ def _print_runs_time(cfg: DecideConfig):
     print_time(cfg, _runs_left(cfg), counts, weights)
 
 # %% ../nbs/decide.ipynb #1682a178
+def _open(cfg: DecideConfig, made: tuple):
+    "Find or begin the run of a decision; with other labels than before it is decided anew."
+    folder = start(cfg, run, made)
+    if folder.done and read_summary(cfg.out)['labels_hash'] != content_hash(cfg.labels):
+        print('labels have changed since: the earlier decision is kept in a folder of its own')
+        folder.state = 'other'
+    return folder
+
+
 def run(cfg: DecideConfig):
     "Make candidates, ask for labels and decide; it stops where labels are missing."
     if cfg.model: _make_own(cfg)
@@ -563,13 +574,14 @@ def run(cfg: DecideConfig):
     people = load_annotators(cfg.labels, asking) if cfg.labels else RecordedLabels([])
 
     def ask(pairs):
-        rows = annotate_pairs(pairs, people, cfg.seed)
+        means = isinstance(people, RecordedLabels)   # of several persons' votes
+        rows = annotate_pairs(pairs, people, cfg.seed, decide=not means)
         return np.array([row['preference'] for row in rows], float) - 1
 
     # people's first labels check the judge
     first, known = _first_pairs(cfg, sft)
     votes = ask(first)
-    if np.isnan(votes).any(): return _stop(start(cfg, run, made), first, votes)
+    if np.isnan(votes).any(): return _stop(_open(cfg, made), first, votes)
     verdicts = mean_preferences(judge, first + known) - 1
     known_votes = [r['preference'] - 1 for r in known]
     agreed, said = _judge_check(verdicts, [*votes, *known_votes])
@@ -581,7 +593,7 @@ def run(cfg: DecideConfig):
     # candidates, their board, and the labels that are left
     _print_forecast(cfg)
     taught, made, forecasts = _make_candidates(cfg)
-    folder = start(cfg, run, made)
+    folder = _open(cfg, made)
     if folder.done: return folder
     board = read_board(cfg, taught, judge)._replace(trusted=trusted)
     left = cfg.budget - len(first) if cfg.budget >= _FEWEST_FOR_RATES else 0
@@ -589,7 +601,8 @@ def run(cfg: DecideConfig):
     if not found.complete(): return _stop(folder, first + drawn, ask(drawn))
     folder.load()
     _write_decision(folder, board, found, forecasts, judge=said, corrected=left > 0,
-                    labels=len(first + drawn), others=len(known))
+                    labels=len(first + drawn), others=len(known),
+                    labels_hash=content_hash(cfg.labels))
     return folder
 
 # %% ../nbs/decide.ipynb #dec1de20

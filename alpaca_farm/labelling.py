@@ -186,7 +186,8 @@ class LabellingQueue:
         request = _label_request(self.pairs[i], self.person, swapped)
         number = 0
         while self.store.get([request_key(request, number)]): number += 1
-        answer = dict(preference=preference, made=len(self.store) + 1, undone=undone)
+        (last,), = self.store.run("select max(json_extract(answer, '$.made')) from answers")
+        answer = dict(preference=preference, made=1 + max(last or 0, len(self.store)), undone=undone)
         self.store.put(request_key(request, number), request, answer, round(seconds, 2))
         self.answers[i] = None
         if not undone: self.answers[i] = dict(answer, swapped=swapped, seconds=seconds)
@@ -200,7 +201,8 @@ class LabellingQueue:
         return bool(made)
 
 # %% ../nbs/labelling.ipynb #a34d724e
-_VERDICT_FIELDS = ('preference', 'annotator', 'price', 'time', 'raw', 'flipped', 'expected')
+_VERDICT_FIELDS = ('preference', 'votes', 'status', 'was_cancelled', 'annotator', 'price', 'time',
+                   'raw', 'flipped', 'expected')
 
 
 def _own_order(answer):

@@ -52,7 +52,8 @@ class CompareConfig(JudgedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if len(self.folders) < 2: raise ValueError(f'folders = {self.folders}: name at least two')
+        if len(set(self.folders)) < max(2, len(self.folders)):
+            raise ValueError(f'folders = {self.folders}: name at least two, each once')
 
 # %% ../../nbs/boards/compare.ipynb #5f249f1e
 def _differing_settings(folders: list[str]):
@@ -120,7 +121,10 @@ def _win_rate_table(
     if labels:
         both = {name: (answers[b], answers[a]) for (a, b), name in pairs.items()}
         people = match_labels(labels, both)
-    def ask(pairs): return mean_preferences(judge, pairs)
+    def ask(pairs):
+        preferences = mean_preferences(judge, pairs)
+        check_all_answered(judge, f'{len(pairs)} labelled pairs')
+        return preferences
     rows = []
     for (a, b), name in pairs.items():
         p = preferences_over(answers[b], answers[a], judge)

@@ -280,6 +280,11 @@ def _beside_labels(preferences, labels: PeopleLabels) -> np.ndarray:
     return f
 
 
+def _labelled_and_judged(preferences, labels: PeopleLabels) -> np.ndarray:
+    "On which requests there are both a label and a verdict."
+    return ~np.isnan(_beside_labels(preferences, labels) + labels.votes)
+
+
 def people_win_rate(
     preferences,           # (N,) a judge's in [1, 2], nan without a verdict
     labels: PeopleLabels,  # of people, on the same requests
@@ -296,7 +301,7 @@ def people_win_rate(
     f = _beside_labels(preferences, labels)
     has = ~np.isnan(labels.votes)
     judged = ~np.isnan(f) & ~labels.same
-    labelled = has & judged
+    labelled = _labelled_and_judged(preferences, labels)
     if labelled.sum() < FEWEST_LABELS:
         raise ValueError(f'labels: the judge has a verdict on {labelled.sum()} of {has.sum()} '
                          f'labelled requests, and {FEWEST_LABELS} are needed')
@@ -314,15 +319,24 @@ def people_win_rate(
 
 # %% ../../nbs/boards/corrected.ipynb #ee398f20
 def label_columns(preferences, labels: PeopleLabels) -> dict:
-    "Make a board's columns of `people_win_rate`; nan with fewer than ten labels."
+    "Make a board's columns of `people_win_rate`; nan with fewer than ten labels and verdicts."
     unknown = Interval(math.nan, math.nan, math.nan)
     c = Corrected(unknown, unknown, math.nan)
-    if labels.same.all() or labels.number() >= FEWEST_LABELS:
-        c = people_win_rate(preferences, labels)
+    n = int(_labelled_and_judged(preferences, labels).sum())
+    if labels.same.all() or n >= FEWEST_LABELS: c = people_win_rate(preferences, labels)
     return (c.rate.columns('corrected') | c.labels.columns('labels_alone')
-            | dict(n_labels=labels.number(), worth=c.worth))
+            | dict(n_labels=n, worth=c.worth))
 
 # %% ../../nbs/boards/corrected.ipynb #4798bc50
+def _to_label(judged, same, off: float) -> tuple[np.ndarray, float, float]:
+    """Which requests need labels, their share of all, and the half-width in points that is left
+    whatever is labelled, if the estimate is `off` points from what equal answers count."""
+    use = judged & ~same
+    counted = (judged | same).sum()
+    share = use.sum()/counted
+    return use, share, _Z*abs(off)/share*math.sqrt(share*(1 - share)/counted)
+
+
 def _plan_text(what: str, judge, agreement: float, points: float, share: float = 1.,
                known: float = 0.) -> str:
     """A sentence on how many labels an interval of plus or minus these points takes, if a `share`
@@ -364,11 +378,7 @@ def explain_win_rate(
              f'{text(c.rate)}, labels alone {text(c.labels)}; the judge makes them worth '
              f'{c.worth:.0f}']
     agreement = judge_agreement(beside[has], votes)
-    use = judged & ~labels.same
-    counted = (judged | labels.same).sum()
-    share = use.sum()/counted
-    # of the share of equal answers, as in `people_win_rate`
-    known = _Z*abs(c.rate.value - 50)/share*math.sqrt(share*(1 - share)/counted)
+    use, share, known = _to_label(judged, labels.same, c.rate.value - 50)
     lines += [_plan_text(name, f[use], agreement, points, share, known) for points in (2, 5)]
     if not labels.drawn:
         lines.append(f'{name}: the labels do not say that they were drawn at random. If they were '
@@ -412,14 +422,18 @@ def explain_differences(judged: dict, labels: dict) -> list[str]:
     "Say the corrected differences of all policies with labels, by name, and plans for more."
     lines = []
     for a, b in combinations(labels, 2):
-        gap = people_difference((judged[a], labels[a]), (judged[b], labels[b]))
+        one, two = labels[a], labels[b]
+        gap = people_difference((judged[a], one), (judged[b], two))
         if gap: lines.append(f'{b} minus {a}, corrected: {gap.value:+.1f} points '
                              f'({gap.low:+.1f} to {gap.high:+.1f})')
         f = np.stack([judged[a], judged[b]], 1) - 1
         beside = np.stack([_beside_labels(judged[k], labels[k]) for k in (a, b)], 1)
-        votes = np.stack([labels[a].votes, labels[b].votes], 1)
-        known = ~np.isnan(beside + votes)
-        agreement = judge_agreement(beside[known], votes[known])
-        lines.append(_plan_text(f'{b} minus {a}', f[~np.isnan(f).any(1)], agreement, 2))
+        votes = np.stack([one.votes, two.votes], 1)
+        both = ~np.isnan(beside + votes)
+        if not both.any(): continue
+        agreement = judge_agreement(beside[both], votes[both])
+        use, share, known = _to_label(~np.isnan(f).any(1), one.same & two.same,
+                                      gap.value if gap else 0.)
+        lines.append(_plan_text(f'{b} minus {a}', f[use], agreement, 2, share, known))
     if lines: lines.append(f'in a duel of two: +-2 points take {(_Z/2/.02)**2:.0f} votes at most')
     return lines

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PAIR_FIELDS', 'ENDED', 'is_preference', 'read_preference', 'check_preferences', 'hash_uniform', 'plain_lines',
-           'pair_identity', 'swap_outputs', 'answer_of', 'shown_swapped', 'output_texts', 'index_prompts',
-           'check_answered', 'match_prompts', 'common_prompts', 'answer_pairs', 'pair_up', 'head2head_pairs',
-           'same_answers']
+           'pair_identity', 'swap_outputs', 'answer_of', 'shown_swapped', 'output_texts', 'shown_texts',
+           'index_prompts', 'check_answered', 'match_prompts', 'common_prompts', 'answer_pairs', 'pair_up',
+           'head2head_pairs', 'same_answers']
 
 # %% ../../nbs/data/pairs.ipynb #aaceba8c
 import hashlib, json, math, re
@@ -124,7 +124,7 @@ def output_texts(record: dict) -> list[str]:
 _SPEAKER = r'(?:Human|Assistant|User):'
 
 
-def _shown_texts(record):
+def shown_texts(record):
     "List a record's answers as a judge reads them: in a dialogue, without names and later turns."
     texts = output_texts(record)
     if not (prompt_messages(record) or str(record.get('instruction')).endswith(TURN)): return texts
@@ -195,9 +195,9 @@ def common_prompts(answers: dict[str, list[dict]], key=prompt_key) -> dict[str, 
 def answer_pairs(record, reference):
     "Put each answer of a model (output 2, the outer loop) beside each reference (output 1)."
     prompt = bare_prompt(reference)
-    references = _shown_texts(reference)
+    references = shown_texts(reference)
     pairs = []
-    for answer in _shown_texts(record):
+    for answer in shown_texts(record):
         pairs += [dict(prompt, output_1=text, output_2=answer) for text in references]
     return pairs
 
@@ -239,7 +239,7 @@ def head2head_pairs(
         pair = {k: v for k, v in records[1].items() if k not in ('output', 'ended')}
         pair['input'] = pair.get('input') or ''
         for k, record in enumerate(records, 1):
-            pair[f'output_{k}'] = _shown_texts(record)[0]
+            pair[f'output_{k}'] = shown_texts(record)[0]
             if record.get('ended') is not None: pair[f'ended_{k}'] = record['ended']
         pairs.append(pair)
     return pairs

@@ -301,6 +301,14 @@ def _check_field(
     if name == 'instruction' and not value.strip(): raise ValueError(f'the field {name!r} is empty')
 
 # %% ../../nbs/data/records.ipynb #8e99d30b
+def _read_score(score) -> float | None:
+    "Read an answer's score, if it has one; ValueError for what is no number."
+    if score is None: return None
+    number = finite_number(score)
+    if number is None: raise ValueError(f'the score {score!r:.60} is no number')
+    return number
+
+
 def check_record(
     row: dict,
     kind: str,     # kind of record whose fields it must have, one of FIELDS
@@ -314,6 +322,10 @@ def check_record(
     if prompt_messages(row) is None: _check_field(row, 'instruction', str)
     else: check_messages(row)
     for name, type_ in dict(input=str, **FIELDS[kind]).items(): _check_field(row, name, type_)
+    if kind == 'candidates' and row.get('scores') is not None:
+        if not isinstance(row['scores'], list) or len(row['scores']) != len(row['output']):
+            raise ValueError("'scores' has not one value for each answer")
+        row['scores'] = list(map(_read_score, row['scores']))
     return row if row.keys().isdisjoint(SYSTEM) else with_system(row)
 
 # %% ../../nbs/data/records.ipynb #87714584
@@ -468,13 +480,6 @@ def _answers_of(row):
     return [dict(zip(lists, values)) for values in zip(*lists.values())]
 
 
-def _check_score(answer):
-    "Make an answer's score a number, if it has one; ValueError for what is none."
-    if answer.get('scores') is None: return
-    score = finite_number(answer['scores'])
-    if score is None: raise ValueError(f"the score {answer['scores']!r:.60} is no number")
-    answer['scores'] = score
-
 
 def _read_candidates(spec: str, columns: str = '') -> list[dict]:
     "Read the candidates of a run folder or file, of any kind; ValueError names file, row, field."
@@ -487,7 +492,7 @@ def _read_candidates(spec: str, columns: str = '') -> list[dict]:
         with naming(at):
             if row.get('preference') is not None: _check_field(row, 'preference', float)
             answers = _answers_of(row)
-            for answer in answers: _check_score(answer)
+            for answer in answers: answer['scores'] = _read_score(answer.get('scores'))
         query = {k: v for k, v in row.items() if k not in own}
         source = row.get('generator', at_root(spec).stem)
         for name, value in dict(output=None, source=source, scores=None, ended=True).items():

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..data.dialogues import bare_prompt, prompt_text
-from ..data.pairs import output_texts, pair_identity
+from ..data.pairs import pair_identity, shown_texts
 from .stats import Interval, wilson
 
 # %% ../../nbs/judging/duels.ipynb #8783c23a
@@ -44,7 +44,7 @@ def number_answers(
     Returns: (methods, requests): the first method with the same text
     """
     texts = []
-    for rows in answers: texts.append([output_texts(r)[0] for r in rows])
+    for rows in answers: texts.append([shown_texts(r)[0] for r in rows])
     texts = np.array(texts, dtype=object)
     same = texts[:, None] == texts[None]
     return same.argmax(1)
@@ -321,8 +321,8 @@ def duel_records(
         first = answers[names[one]][request]
         second = answers[names[other]][request]
         records.append(bare_prompt(first) | dict(
-            output_1=output_texts(first)[0],
-            output_2=output_texts(second)[0],
+            output_1=shown_texts(first)[0],
+            output_2=shown_texts(second)[0],
             generator_1=names[one],
             generator_2=names[other],
             drawn='duel',

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..ask.client import ApiClient, ApiConfig, ask, parse_mapping
 from ..ask.protocol import adapt_decoding, answer_text, parse_decoding, reading_advice
-from ..ask.protocol import REASONING_MODELS, REQUEST_FIELDS, token_usage
+from ..ask.protocol import reasons, REQUEST_FIELDS, token_usage
 from ..data.dialogues import full_instruction, prompt_key
 from ..data.formats import as_records
 from ..data.pairs import answer_of, hash_uniform, head2head_pairs, is_preference
@@ -79,9 +79,10 @@ def _why_not(e, entry, models):
     if model not in models and api not in (None, 'openai_completions'):
         return (f'it asks {model} by {api}: serve the model behind an OpenAI-compatible endpoint '
                 f'and give its name: models = {{{model!r}: "..."}}')
-    if e.parser == 'logprob_parser' and REASONING_MODELS.search(e.decoding['model']):
-        return (f'it reads log-probs, which {e.decoding["model"]} does not return: name another '
-                'model, or a judge that reads text (such as structured)')
+    if e.parser == 'logprob_parser' and reasons(e.decoding):
+        return (f'it reads log-probs, which {e.decoding["model"]} does not return while it reasons: '
+                'set reasoning_effort to none if it can, or name a judge that reads text '
+                '(such as structured)')
     if e.template is None: return f'its prompt {prompt} does not exist'
     if '{question}' in e.template:
         return 'it has no question. Name a question of a task, such as harmlessness/harmless'

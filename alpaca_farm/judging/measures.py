@@ -263,6 +263,15 @@ def _four_votes(votes, orders):
         row[:] = votes[k, order, every_pair]
     return chosen
 
+
+def _one_vote(votes, orders):
+    "Choose one vote on each pair, the first judge's that has one, in the order of a coin if it can."
+    every_pair = np.arange(votes.shape[2])
+    drawn = votes[:, orders[:, 0], every_pair]
+    other = votes[:, 1 - orders[:, 0], every_pair]
+    own = np.where(np.isnan(drawn), other, drawn)
+    return own[np.isnan(own).argmin(0), every_pair]
+
 # %% ../../nbs/judging/measures.ipynb #d88c27df
 def _order_measures(votes):
     "Measure how far votes depend on the order, on pairs with votes in both orders."
@@ -305,8 +314,7 @@ def judge_measures(
     hits = (shares*mode).sum(0)
     hits += ~traits.ties*shares[1]*mode.sum(0)/2   # half right where nobody else casts one
     decided = mode[[0, 2]].max(0) == 1
-    first = np.isnan(four).argmin(0)   # the judge's first vote on each pair
-    raters = np.vstack([people, four[first, np.arange(four.shape[1])]])
+    raters = np.vstack([people, _one_vote(votes, traits.orders)])
     longer = _feature_preference(every, traits.longer)
     measures = dict(
         accuracy=_share(hits.sum(), table.sum()),

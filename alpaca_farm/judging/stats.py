@@ -290,6 +290,8 @@ def spearman_interval(
 ) -> Interval:  # the mean over R replicates where there are several
     """Correlate the ranks of the methods' means under two judges, without missing values.
 
+    A resample in which a judge makes all methods equal counts as a correlation of 0.
+
     Parameters:
       first : (N, M) or (R, N, M): one judge's values of M methods on N requests
       second : another judge's, of the same shape
@@ -297,8 +299,11 @@ def spearman_interval(
     Returns: the mean over R replicates where there are several
     """
     both = np.stack([first, second], axis=-2)   # (..., N, 2, M)
+    both = both.reshape(-1, *both.shape[-3:])
     def of_means(sample, axis): return spearman(*np.moveaxis(known_mean(sample, axis), -2, 0))
-    interval = replicate_interval(both.reshape(-1, *both.shape[-3:]), of_means, n, seed)
+    if np.isnan(of_means(both, 1)).any(): return Interval(math.nan, math.nan, math.nan)
+    def or_zero(sample, axis): return np.nan_to_num(of_means(sample, axis))
+    interval = replicate_interval(both, or_zero, n, seed)
     return Interval(*np.clip(interval, -1, 1).tolist())
 
 # %% ../../nbs/judging/stats.ipynb #b7a9fd70

@@ -101,6 +101,8 @@ def check_sizes(where: str, sizes: dict):
     refuse_unknown(where, sizes, [*farm, *(row['notebook'] for row in farm.values())])
     for name, own in sizes.items():
         notebook = farm[name]['notebook'] if name in farm else name
+        if not isinstance(own, dict | None):
+            raise ValueError(f'{where}, {name}: {own!r} names no setting. Write it as setting: value')
         refuse_unknown(f'{where}, {name}', own or {}, _settings_of(notebook))
 
 # %% ../../nbs/worlds/folder.ipynb #b1f21109

@@ -413,3 +413,15 @@ def test_verdicts_whose_order_is_unknown_are_refused():
     assert annotator_preferences(pairs, in_order).tolist() == [1, 2, 1, 2, 1, 2]
     with pytest.raises(ValueError, match='index'):
         annotator_preferences(pairs, moved)
+
+
+def first_shown(shown): return [1.]*len(shown)
+def test_alpha_is_the_same_in_whichever_order_a_file_has_the_answers():
+    "Of a judge who always prefers what is shown first."
+    pairs = [dict(p, votes=dict(a=1 + i % 2, b=1.)) for i, p in enumerate(embedded_pairs(60))]
+    found = []
+    for rows in pairs, [swap_outputs(p) | dict(votes={k: 3 - v for k, v in p['votes'].items()}) for p in pairs]:
+        preferences = np.stack([first_shown(rows), 3 - np.array(first_shown(rows))])[None]
+        measures = judge_measures(cast_votes(preferences, rows), people_votes(rows), pair_traits(rows))
+        found.append(measures['alpha'])
+    assert found[0] == pytest.approx(found[1])

@@ -12,8 +12,9 @@ from alpaca_farm import eval as ev, labelling, world
 from alpaca_farm.ask.store import Store
 from alpaca_farm.boards import compare
 from alpaca_farm.boards.agreement import prefer_longer as longest
-from alpaca_farm.boards.corrected import correct_mean, explain_win_rate, judge_agreement
-from alpaca_farm.boards.corrected import judge_labelled, match_labels, people_difference
+from alpaca_farm.boards.corrected import correct_mean, explain_differences, explain_win_rate
+from alpaca_farm.boards.corrected import judge_agreement, judge_labelled, label_columns
+from alpaca_farm.boards.corrected import match_labels, people_difference
 from alpaca_farm.boards.corrected import people_win_rate, PeopleLabels, plan_labels, ppi_mean
 from alpaca_farm.boards.farm_board import _people_labels
 from alpaca_farm.boards.judged import judge_all
@@ -442,3 +443,48 @@ def test_a_forecast_of_labels_counts_no_equal_answers():
         low, high = people_win_rate(*half_equal(rng, .9, 1600, needed, errors=.1)).rate[1:]
         widths.append((high - low)/2)
     assert 1.5 < np.mean(widths) < 2.05
+
+
+def test_a_row_with_labels_and_few_verdicts_is_not_corrected():
+    "As one with few labels; a label without a verdict is not counted."
+    rng = np.random.default_rng(2)
+    preferences, people = half_equal(rng, requests=100, labels=20)
+    labelled = np.flatnonzero(~np.isnan(people.votes))
+    preferences[labelled[:12]] = np.nan
+    columns = label_columns(preferences, people)
+    assert columns['n_labels'] == 8
+    assert math.isnan(columns['corrected'])
+
+
+def test_a_forecast_for_a_difference_counts_no_equal_answers():
+    "With nine of ten answers equal it takes a small part of the labels, and not more than there are."
+    rng = np.random.default_rng(3)
+    needed = []
+    for equal in (0., .9):
+        same = rng.random(12000) < equal
+        judged, labels = {}, {}
+        for name in 'ab':
+            vote = (rng.random(12000) < .6).astype(float)
+            judged[name] = np.where(same, 1.5, 1 + np.where(rng.random(12000) < .2, 1 - vote, vote))
+            votes = np.where(same | (np.arange(12000) > 6000), np.nan, vote)
+            labels[name] = PeopleLabels(votes, 'random', same)
+        plan, = [line for line in explain_differences(judged, labels) if 'b minus a: +-2' in line]
+        needed.append(int(plan.split(' take ')[1].split()[0]))
+    assert needed[1] < needed[0]/5
+
+
+def test_compare_stops_where_the_labelled_pairs_are_not_answered(answers, tmp_path, monkeypatch):
+    "As a board does: the budget ended at the pairs that people labelled."
+    def refuse(judge, what):
+        if 'labelled pairs' in what: raise ValueError(f'{what}: the budget of $1 is reached')
+    monkeypatch.setattr(compare, 'check_all_answered', refuse)
+    pair = dict(instruction='Say.', input='', output_1='a', output_2='b')
+    known = PeopleLabels(np.ones(80), 'random', np.zeros(80, bool), {0: ([pair], 0.)})
+    monkeypatch.setattr(compare, 'match_labels', lambda *_: {'b over a': known})
+    with pytest.raises(ValueError, match='1 labelled pairs'):
+        compare._win_rate_table(dict(a=REFERENCES, b=MINE), lambda pairs: [1.]*len(pairs), labels='x')
+
+
+def test_compare_refuses_a_run_that_is_named_twice(tmp_path):
+    with pytest.raises(ValueError, match='each once'):
+        compare.CompareConfig(folders=[str(tmp_path)]*2)

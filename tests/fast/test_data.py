@@ -391,12 +391,16 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         _read_candidates(str(tmp_path/name))
 
 
+def load_candidates(path): return load_records(path, kind='candidates')
 def test_scores_of_candidates_may_be_written_as_texts(tmp_path):
     row = dict(instruction='Why?', output=['a', 'b'], scores=['10', 2])
     query, = _read_candidates(write(tmp_path/'good.json', [row]))
     assert query['scores'] == [10., 2.]
-    with pytest.raises(ValueError, match="bad.json, row 0.*'high'"):
-        _read_candidates(write(tmp_path/'bad.json', [row | dict(scores=[1, 'high'])]))
+    for read in _read_candidates, load_candidates:
+        with pytest.raises(ValueError, match="bad.json, row 0.*'high'"):
+            read(write(tmp_path/'bad.json', [row | dict(scores=[1, 'high'])]))
+        with pytest.raises(ValueError, match="few.json, row 0.*one value for each"):
+            read(write(tmp_path/'few.json', [row | dict(scores=3)]))
 
 
 @pytest.mark.parametrize('read', [load_records, _read_candidates, read_recorded, votes,

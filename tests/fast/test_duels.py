@@ -2,7 +2,9 @@
 import numpy as np
 import pytest
 
-from alpaca_farm.judging.duels import duel_interval, hold_duels, pair_rates
+from alpaca_farm.data.pairs import pair_up
+from alpaca_farm.judging.duels import duel_interval, duel_records, hold_duels, number_answers
+from alpaca_farm.judging.duels import pair_rates
 
 RNG = np.random.default_rng(0)
 CHOICES = RNG.integers(0, 4, (6, 200))
@@ -54,3 +56,14 @@ def test_methods_without_a_difference_need_no_vote():
     found = hold_duels(same, 50, coins())
     assert len(found.asked) == 0 and found.complete()
     assert tuple(duel_interval(found, same, 0, 1)) == (.5, .5, .5)
+
+
+def test_a_duel_shows_what_a_board_compares():
+    "In a dialogue without spaces at the ends and later turns, so that its labels are found there."
+    asked = dict(messages=[dict(role='user', content='Hi.')])
+    said = dict(a='Yes.\n', b=' No.\n\nHuman: And then?', c='Yes.')
+    answers = {name: [dict(asked, output=text)] for name, text in said.items()}
+    assert number_answers([*answers.values()]).tolist() == [[0], [1], [0]]
+    duel, = duel_records(np.array([[0, 1, 0, 0]]), answers)
+    pair, = pair_up(answers['b'], answers['a'])
+    assert (duel['output_1'], duel['output_2']) == (pair['output_1'], pair['output_2']) == ('Yes.', 'No.')

@@ -14,6 +14,7 @@ from alpaca_farm.data.pairs import PAIR_FIELDS
 from alpaca_farm.data.records import load_records
 from alpaca_farm.labelling import _person_sees_swapped, LabellingConfig
 from alpaca_farm.labelling import DuelQueue, LabellingPage, LabellingQueue, MethodDuels
+from alpaca_farm.judging.label_files import load_sets
 from alpaca_farm.labelling import person_labels
 from alpaca_farm.run.runs import read_summary
 
@@ -234,3 +235,30 @@ def test_votes_given_elsewhere_take_the_schedule_on(tmp_path):
     (tmp_path/'votes.json').write_text(json.dumps(rows))
     with pytest.raises(ValueError, match='labels = .*votes.json.*method_'):
         labelling.run(cfg)
+
+
+def test_a_label_of_ones_own_replaces_what_others_said_of_the_pair(tmp_path):
+    "Read back as a label of people, whatever votes stand in the file."
+    pairs = [dict(p, votes=dict(p1=1, p2=1), status='discarded') for p in drawn(3)]
+    page = page_of(pairs, tmp_path/'a.sqlite')
+    while page.pair: page.press_key('2')
+    rows = labels(page, pairs)
+    path = tiny.write(tmp_path/'labels.json', rows)
+    (read,) = load_sets([path]).values()
+    assert [p['votes'] for p in read] == [{'Ann': label} for label in verdicts(rows)]
+
+
+def test_a_label_after_others_were_dropped_from_the_store_is_the_last(tmp_path):
+    pairs = drawn(3)
+    page = page_of(pairs, tmp_path/'a.sqlite')
+    while page.pair: page.press_key('1')
+    store = page.queue.store
+    (key, *_), *_ = store.run('select hex(key) from requests')
+    store.drop(key)
+    queue = page_of(pairs, tmp_path/'a.sqlite').queue
+    i = min(set(range(3)) - {*queue.remaining()})
+    swapped = _person_sees_swapped(pairs[i], 'Ann')
+    queue.record_label(i, swapped, None, undone=True)
+    queue.record_label(i, swapped, 2.)
+    said = {r['instruction']: r['preference'] for r in labels(page, pairs)}
+    assert said[pairs[i]['instruction']] == own_order(pairs[i], 2.)

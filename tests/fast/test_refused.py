@@ -65,6 +65,7 @@ FILES = dict(   # their names stand in braces below
     all_bad=useless([0]*12),
     all_ties=useless([.5]*12),
     misspelt=dict(dop=dict(beta=1)),
+    no_setting=dict(dpo=3),
     dpoo=dict(dpoo={}))
 TASKS = dict(   # what is wrong in the file of a task
     name=dict(name=''),
@@ -204,6 +205,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('bring_your_own', dict(model='{no_eval}'), 'there is no model'),
     ('bring_your_own', dict(methods=['dop']), 'dop'),
     ('real', dict(sizes='{dpoo}'), 'Did you mean dpo'),
+    ('real', dict(sizes='{no_setting}'), 'dpo: 3 names no setting'),
     ('real', dict(sizes='no.yaml'), 'no.yaml'),
     ('farm', dict(methods=['pppo']), 'Did you mean ppo'),
     ('farm', dict(world='{two_models}'), 'either a base or a policy'),

@@ -9,6 +9,7 @@ from scipy.special import expit, logit, softmax
 import tiny
 from alpaca_farm import decide
 from alpaca_farm.boards import regret
+from alpaca_farm.data.pairs import swap_outputs
 from alpaca_farm.judging.duels import hold_duels, pair_rates
 
 
@@ -110,3 +111,13 @@ def test_a_missing_verdict_leaves_a_pair_out_of_a_decision():
     assert not table.drop(columns=['length', 'kl']).isna().any(axis=None)
     row = table.set_index('second').loc['a']
     assert row.win_rate == pytest.approx(100*verdicts[1:].mean())
+
+
+def test_votes_of_several_people_on_a_pair_check_a_judge_as_one_label(tmp_path):
+    "Their mean, in whichever order the answers stand."
+    rows = []
+    for k in range(3):
+        pair = dict(instruction=f'Say {k}.', input='', output_1='a', output_2='b')
+        rows += [dict(pair, preference=2.)]*2 + [dict(swap_outputs(pair), preference=2.)]
+    known = decide._known_labels(tiny.write(tmp_path/'labels.json', rows))
+    assert [r['preference'] for r in known] == [pytest.approx(5/3)]*3

@@ -34,6 +34,20 @@ def test_a_coin_is_the_same_in_every_process():
 
 
 @pytest.mark.parametrize('replicates', [1, 3])
+def test_a_resample_without_an_order_leaves_a_correlation_its_interval(replicates, rng):
+    "Of two methods, which a judge of hard votes may make equal."
+    first, second = (rng.random((2, replicates, 40, 2)) < [.5, .6]).astype(float)
+    first[:, 0] = [0, 1]
+    first[:, 1:, 1] = first[:, 1:, 0]
+    second[:, :, 1] = np.maximum(second[:, :, 1], second[:, :, 0])
+    found = stats.spearman_interval(first, second)
+    assert -1 <= found.low < found.value == 1 == found.high or replicates > 1
+    assert not np.isnan(found).any()
+    equal = np.ones_like(first)
+    assert np.isnan(stats.spearman_interval(equal, second)).all()
+
+
+@pytest.mark.parametrize('replicates', [1, 3])
 def test_a_missing_verdict_leaves_a_method_in_the_simulation(replicates, rng):
     "Its rates are of the verdicts that there are, and its differences of the requests of both."
     lead = dict(sft=1.5, a=1.6, b=1.7, c=1.8)

@@ -127,6 +127,15 @@ def test_people_are_asked_in_rounds_and_other_pairs_only_check(mine, tmp_path, c
     for method, n in by_method.value_counts().items():   # a vote on equal texts is of several duels
         assert counts[method] >= n
     assert counts.nunique() > 2, 'all candidates have as many labels'
+    decide.run(cfg)
+    assert 'labels have changed' not in capsys.readouterr().out
+    write_json(labels, other + [dict(p, preference=3 - p['preference']) for p in longer(pairs)])
+    with pytest.raises(ValueError, match='may not label'):   # by the labels as they are now
+        decide.run(cfg)
+    write_json(labels, other + longer(pairs[:12]) + [dict(p, preference=3 - p['preference']) for p in longer(pairs[12:])])
+    decide.run(cfg)
+    assert 'labels have changed' in capsys.readouterr().out
+    assert not pd.read_csv(folder/'win_rates.csv').equals(table)
 
 
 @pytest.fixture
