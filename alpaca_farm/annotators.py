@@ -15,7 +15,7 @@ import numpy as np
 
 from .ask.client import ApiConfig
 from .data.dialogues import full_instruction
-from .data.pairs import hash_uniform, pair_identity, shown_swapped
+from .data.pairs import pair_uniform, shown_swapped
 from .data.shown import request_text
 from .judging.judges import api_clients, ask_annotators, check_all_answered
 from .judging.judges import check_known_names, JudgedConfig, load_annotators
@@ -89,8 +89,7 @@ def flip_share(
 # %% ../nbs/annotators.ipynb #ddf9e4f5
 def _coin_label(pair, seed):
     "Label a pair by a fair coin, which names the same answer in either order."
-    heads = hash_uniform(seed, 'coin', *pair_identity(pair)) < .5
-    return 1. + (heads ^ (pair['output_1'] <= pair['output_2']))
+    return 1. + (pair_uniform(pair, seed, 'coin') >= .5)
 
 # %% ../nbs/annotators.ipynb #886867a0
 def _write_verdict(row: dict, verdict, seed: int, decide: bool):
@@ -213,34 +212,39 @@ def run(cfg: AnnotatorsConfig, run: Run):
     pool = load_annotators(cfg.annotators, cfg)
     clients = api_clients(pool)
     if not clients: print(request_text(annotator_name(pool), pairs[0]))
+
+    # the labels, flipped by coins in the place of a judge, or afterwards
     share = flip_share(cfg.label_flip, cfg.annotators)
-    clean = annotate_pairs(pairs, pool, cfg.seed, 0. if cfg.ask_flipped else share,
-                           cfg.both_orders, cfg.ask_flipped)
-    rows, rate = flip_labels(clean, share if cfg.ask_flipped else 0., cfg.seed)
+    coins = 0. if cfg.ask_flipped else share
+    clean = annotate_pairs(pairs, pool, cfg.seed, coins, cfg.both_orders, cfg.ask_flipped)
+    rows, rate = flip_labels(clean, share - coins, cfg.seed)
     labelled = []
     unlabelled = []
-    coins = 0
-    for row, unflipped in zip(rows, clean):
-        row['flipped'] = row['preference'] != unflipped['preference']
-        if row['annotator'] == 'coin':
-            row['flipped'] = None
-            coins += 1
-        (unlabelled if row['preference'] is None else labelled).append(row)
+    unasked = 0
+    for row, before in zip(rows, clean):
+        by_coin = row['annotator'] == 'coin'
+        unasked += by_coin
+        row['flipped'] = None if by_coin else row['preference'] != before['preference']
+        side = unlabelled if row['preference'] is None else labelled
+        side.append(row)
     if not clients: _add_expected(rows, pairs, pool, share)
     judged = _judged(clean)
+
+    # the files
     run.write('preferences.json', labelled)
     if clients: run.write('annotations.json', to_alpaca_eval(judged))
     if unlabelled: _write_unanswered(run, unlabelled, clients, len(rows))
     check_all_answered(pool, f'{len(labelled)} of {len(rows)} pairs are labelled')
     if not labelled: raise ValueError(f'there is no label on any of the {len(rows)} pairs')
+
+    # the summary
     summary = {}
     if cfg.ask_flipped:   # else nobody knows which coins are wrong
         summary = dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
     if not any(isinstance(a, RecordedLabels) for a in pool_members(pool)):
         summary |= _position_bias(clean, cfg.seed, cfg.both_orders)
     if cfg.against and judged:
-        preferences = [r['preference'] for r in judged]
-        summary |= win_rate_interval(preferences).columns('win_rate')
+        summary |= win_rate_interval([r['preference'] for r in judged]).columns('win_rate')
     ties = float(np.mean([r['preference'] == 1.5 for r in labelled]))
-    return dict(labels=len(labelled), unanswered=len(unlabelled), unasked=coins, ties=ties,
+    return dict(labels=len(labelled), unanswered=len(unlabelled), unasked=unasked, ties=ties,
                 **usage_totals(clients), **summary)

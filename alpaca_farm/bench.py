@@ -132,7 +132,7 @@ def plan(
         for k in range(count):
             path = method.format(world=k)
             if not at_root(path).exists():
-                raise FileNotFoundError(f'method = {path}: {missing_path(path)}')
+                raise FileNotFoundError(f'method = {path}: {missing_path()}')
     return found._replace(settings=own)
 
 # %% ../nbs/bench.ipynb #f2da3217

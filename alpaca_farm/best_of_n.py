@@ -18,7 +18,6 @@ from .data.records import each_answer, load_records, without_lists
 from .data.text import alpaca_prompt
 from .judging.judges import usage_totals
 from .judging.stats import kl_best_of_n, kl_best_of_n_estimate, mean
-from .judging.stats import standard_error
 from .model.logprobs import load_policy
 from .model.policy import Policy
 from .model.rewards import label_count, reward, RewardConfig
@@ -26,7 +25,7 @@ from .model.writer import ServedWriter
 from .run.paths import at_root
 from .run.runs import makes_run, Run, run_config
 from .run.settings import Count, MODEL, Named, Positive, Reads, SIZES
-from .train.answers import answer_figures, fitting_prompts, prompt_fields
+from .train.answers import answer_figures, fitting_prompts, kl_figures, prompt_fields
 from .train.answers import same_tokens, sample_answers, SampleConfig
 from .train.preflight import preflight, settle
 from .train.trainer import in_chunks
@@ -155,12 +154,10 @@ def _stored_samples(run) -> list[dict]:
         raise ValueError(f'n = {cfg.n}, but {cfg.samples} has only {fewest} of a request')
     first = []
     for c in stored:
-        if not c.get('ended'): c = dict(c, ended=[True] * len(c['output']))
-        whole = without_lists(c)
-        samples = {}
-        for name, value in c.items():
-            if name != 'scores': samples[name] = value if name in whole else value[:cfg.n]
-        first.append(samples)
+        c = dict(c, ended=c.get('ended') or [True] * len(c['output']))
+        c.pop('scores', None)   # this run makes its own
+        lists = c.keys() - without_lists(c)
+        first.append(c | {name: c[name][:cfg.n] for name in lists})
     return first
 
 # %% ../nbs/best_of_n.ipynb #5e7fed01
@@ -193,17 +190,9 @@ def _served_answers(
     return answered
 
 # %% ../nbs/best_of_n.ipynb #b5260a28
-def _kl_figures(candidates: list[dict]) -> dict[str, float]:
-    "Compute the KL of samples from the reference policy, in nats per answer."
-    ratios = [mean(c['log_ratio']) for c in candidates]
-    figures = dict(kl=mean(ratios))
-    if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)
-    return figures
-
-
 def _reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
     "Compute the mean reward of the chosen answers, and bound and estimate of their KL."
-    if 'log_ratio' in candidates[0]: return _kl_figures(candidates)
+    if 'log_ratio' in candidates[0]: return kl_figures([mean(c['log_ratio']) for c in candidates])
     if 'scores' not in candidates[0]: return {}
     highest = [max(c['scores']) for c in candidates]
     figures = dict(kl_bound=float(kl_best_of_n(n)), reward=float(np.mean(highest)))

@@ -18,7 +18,7 @@ from .data.dialogues import prompt_key
 from .data.pairs import answer_of
 from .data.records import load_records
 from .data.text import check_positions, encode
-from .judging.judges import JudgedConfig
+from .judging.judges import JudgedConfig, load_annotators
 from .judging.pools import annotator_name, preferences_over, with_verdict
 from .judging.stats import standard_error, win_rate
 from .model.control import add_tokens, prepend_tokens, set_control_prefix
@@ -236,9 +236,8 @@ def _effect_figures(effect: np.ndarray, good: np.ndarray, questions: list) -> di
 @makes_run(BinaryFeedbackConfig, several=True)
 def train(cfg: BinaryFeedbackConfig, run: Run):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json and summary.json."
-    from alpaca_farm.judging.judges import load_annotators
     rated, held_out, labels = _load_feedback(cfg)
-    asked = load_splits(cfg, 'val_split', 'eval_split')
+    splits = load_splits(cfg, 'val_split', 'eval_split')
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     plain = load_policy(cfg.policy, cfg, train=True)
     tokens = {}
@@ -246,8 +245,8 @@ def train(cfg: BinaryFeedbackConfig, run: Run):
     if cfg.method == 'reward_conditioning': tokens, policies = _reward_tokens(plain, cfg)
     policy = policies.get(GOOD, plain)
     tokenizer = plain.tokenizer
-    settle(run, tokenizer, rated, answered=asked)
-    preflight(cfg, asked, policy, cfg.val_split and judge)
+    settle(run, tokenizer, rated, answered=splits)
+    preflight(cfg, splits, policy, cfg.val_split and judge)
     longest = cfg.max_length + (cfg.token_times if tokens else 0)
     check_positions(policy, longest, 'max_length + token_times')
 
@@ -258,16 +257,17 @@ def train(cfg: BinaryFeedbackConfig, run: Run):
 
     # the examples, each with its token and its weight
     how = ('output',), tokenizer, cfg.max_length, cfg.template
-    rows, prompts, (responses,) = encode(rated, *how)
-    examples = _training_examples([rated[i] for i in rows], cfg.method)
+    fit, prompts, (responses,) = encode(rated, *how)
+    examples = _training_examples([rated[i] for i in fit], cfg.method)
     indices, names, weights = zip(*examples)
     prompts = under(names, [prompts[i] for i in indices])
     responses = [responses[i] for i in indices]
     lengths = example_lengths(prompts, [responses])
     order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
+
     # the held-out answers, which are read under each token
-    measured, asked, (answers,) = encode(held_out, *how)
-    measured = [held_out[i] for i in measured]
+    rows, asked, (answers,) = encode(held_out, *how)
+    measured = [held_out[i] for i in rows]
     good = np.array([r['good'] for r in measured])
     questions = [prompt_key(r) for r in measured]
     def read(name):
@@ -275,7 +275,6 @@ def train(cfg: BinaryFeedbackConfig, run: Run):
         return response_logprobs(policy, read_as, answers).double().numpy()
 
     def loss(batch): return dict(loss=-logprobs(policy, batch))
-
     trainer = Trainer(run, len(order), dict(policy=policy))
     at_first = 0. if tokens else read(GOOD)
     for step in trainer.steps():
@@ -283,16 +282,13 @@ def train(cfg: BinaryFeedbackConfig, run: Run):
         figures = trainer.update(batch, loss)
         if step in (1, trainer.total) or step % cfg.eval_every == 0:
             baseline = read(BAD) if tokens else at_first
-            effect = read(GOOD) - baseline
-            figures |= _effect_figures(effect, good, questions)
+            figures |= _effect_figures(read(GOOD) - baseline, good, questions)
         trainer.keep(policy)
         trainer.log(**figures)
     save_model(policy, run)
     reference = load_reference(policy, cfg)
-    figures = answer_eval_split(policy, run, reference)
-    figures |= _compare_on_val(policies, plain, reference, judge, run)
-    last = read_log(run.folder)[-1]
-    for name, value in last.items():
-        if name.startswith(('effect', 'accuracy')): figures[name] = value
-    too_long = len(rated) - len(rows)
-    return dict(labels=labels, examples=len(prompts), too_long=too_long, **figures)
+    summary = answer_eval_split(policy, run, reference)
+    summary |= _compare_on_val(policies, plain, reference, judge, run)
+    for name, value in read_log(run.folder)[-1].items():
+        if name.startswith(('effect', 'accuracy')): summary[name] = value
+    return dict(labels=labels, examples=len(prompts), too_long=len(rated) - len(fit), **summary)

@@ -29,7 +29,7 @@ from .run.runs import makes_run, methods as farm_methods, recipes, Run, run_conf
 from .run.settings import by_size, Count, HardwareConfig, Judge, Named, Reads, Scale
 from .run.settings import Share, SizedModel
 from .train.answers import PromptConfig
-from .train.preflight import settle
+from .train.preflight import settle, try_setting
 from .worlds.folder import check_sizes, read_world, write_world
 
 # %% ../nbs/bring_your_own.ipynb #2866642b
@@ -159,13 +159,15 @@ def _read_own(run) -> tuple:
     most = cfg.max_instances or None
     data['prompts'] = list(different.values())[:most]
     _check_prompts(run, data)
-    judges = [load_annotators(spec, cfg) for spec in (cfg.judge, cfg.board_judge) if spec]
+    judges = {}
+    for setting in ('judge', 'board_judge'):
+        if getattr(cfg, setting): judges[setting] = load_annotators(getattr(cfg, setting), cfg)
     record = data['prompts'][0]
     one = dict(record, output='One.')
     other = dict(record, output='Another.')
-    for judge in judges:
-        if not api_clients(judge): preferences_over([one], [other], judge)
-    return data, judges
+    for setting, judge in judges.items():
+        if not api_clients(judge): try_setting(cfg, setting, preferences_over, [one], [other], judge)
+    return data, [*judges.values()]
 
 # %% ../nbs/bring_your_own.ipynb #ccca8f0f
 def divide_prompts(cfg: BringYourOwnConfig, prompts: list[dict]) -> dict[str, list[dict]]:

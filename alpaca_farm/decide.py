@@ -13,7 +13,6 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 
 from .annotators import annotate_pairs
-from .ask.client import ApiConfig
 from .boards.corrected import judge_agreement
 from .boards.farm_board import farm_board, LABELLED_BY, WORDS
 from .boards.judged import answers_to, read_answers
@@ -24,11 +23,11 @@ from .boards.text import TEXT_COLUMNS
 from .data.dialogues import prompt_key
 from .data.pairs import match_prompts, output_texts, pair_identity
 from .data.records import each_answer, load_records
-from .farm import farm_jobs, farm_world, FarmConfig, population, RUNS
+from .farm import farm_jobs, farm_world, FarmConfig, judge_of_role, RUNS
 from .judging.duels import duel_records, Duels, equal_share, hold_duels
 from .judging.duels import number_answers, pair_rates
 from .judging.judges import JudgedConfig, load_annotators, read_recorded
-from .judging.judges import RecordedLabels
+from .judging.judges import RecordedLabels, request_settings
 from .judging.label_files import label_file
 from .judging.pools import mean_preferences
 from .judging.stats import FEWEST_LABELS, Interval, known_mean, tilted_weights
@@ -38,12 +37,13 @@ from .model.rewards import reward
 from .overoptimization import foretell, standard_reward
 from .run.defaults import count_weights
 from .run.jobs import Job, run_or_fail
-from .run.runs import content_hash, read_summary, run_config, start, write_csv
+from .run.runs import content_hash, methods as farm_methods, read_summary, run_config
+from .run.runs import start, write_csv
 from .run.settings import ASIDE, command, Count, Judge, Positive
 from .worlds.folder import World
 
 # %% ../nbs/decide.ipynb #dec1de06
-METHODS = {row['method']: row for row in RUNS.values() if row['method']}
+METHODS = farm_methods()
 
 
 @dataclass
@@ -350,7 +350,6 @@ def _ask_duels(
 def _loss_with_more(
     win_rates: np.ndarray,  # (draws, 1 + M) of `draw_win_rates`
     more: int,              # duels, of all that are best with a chance of 5 %
-    seed: int = 1,
 ) -> float:
     "Foretell the expected loss after further labels."
     chance, loss = chances(win_rates)
@@ -361,7 +360,7 @@ def _loss_with_more(
     pairs = len(likely)*(len(likely) - 1)/2
     information = 4*more/pairs*(len(likely)*np.eye(len(likely)) - 1)   # of all differences
     after = np.linalg.inv(np.linalg.inv(covariance) + information)
-    normal = np.random.default_rng(seed).normal(size=(4000, len(likely)))
+    normal = np.random.default_rng(1).normal(size=(4000, len(likely)))
 
     def mean_of_best(spread):
         root = np.linalg.cholesky(spread + 1e-9*np.eye(len(likely)))
@@ -419,8 +418,11 @@ def _stop(folder, pairs: list[dict], votes: np.ndarray):
     "Write what is to be labelled, and say how to go on."
     folder.load()
     folder.write('to_label.json', pairs)
+    labels = folder.cfg.labels
+    go_on = 'go on with labels = runs/labelling'
+    if labels and label_file(labels): go_on = f'add the labels to those of {labels}'
     print(f'{np.isnan(votes).sum()} labels are missing. Label {folder.cfg.out}/to_label.json with '
-          'the notebook labelling, and go on with labels = runs/labelling')
+          f'the notebook labelling, and {go_on}')
     return folder
 
 # %% ../nbs/decide.ipynb #4a236dc6
@@ -568,9 +570,8 @@ def run(cfg: DecideConfig):
     world = farm_world(farm)
     sft = read_answers(f'{cfg.runs}/references', candidates=True)
     _check_answers(sft, world)
-    asking = ApiConfig(
-        out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype, **world.asking)
-    judge = load_annotators(population(farm, 'pool', world), asking)
+    asking = request_settings(cfg, world.asking)
+    judge = load_annotators(judge_of_role(farm, 'pool', world), asking)
     people = load_annotators(cfg.labels, asking) if cfg.labels else RecordedLabels([])
 
     def ask(pairs):

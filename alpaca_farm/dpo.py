@@ -226,14 +226,12 @@ class DPOConfig(HeldOutConfig, AnswerConfig):
                 raise ValueError(f'{chosen} has no effect with loss_function = '
                                  f'{self.loss_function}: leave one of them out')
             chosen = f'loss_function = {self.loss_function}'
-        users = {}   # the losses that read a setting
-        for kind, loss in LOSSES.items():
-            for name in loss.settings: users.setdefault(name, []).append(kind)
         read = loss_of(self).settings
-        for name, kinds in users.items():
-            if name in read or name not in changed: continue
-            raise ValueError(f'{name} = {changed[name]} has no effect with {chosen}: '
-                             f'leave it out, or choose {" or ".join(kinds)}')
+        for name, value in changed.items():
+            readers = [kind for kind, loss in LOSSES.items() if name in loss.settings]
+            if name in read or not readers: continue
+            raise ValueError(f'{name} = {value} has no effect with {chosen}: '
+                             f'leave it out, or choose {" or ".join(readers)}')
         if self.loss_type == 'robust' and not self.label_smoothing:
             raise ValueError('label_smoothing = 0: robust needs the share of flipped labels '
                              '(at 0 it is the sigmoid)')

@@ -18,7 +18,7 @@ from .ask.client import ApiConfig
 from .boards.corrected import explain_differences, explain_win_rate, judge_labelled
 from .boards.corrected import match_labels
 from .boards.judged import answers_to, judge_all, pair_preferences, policy_names
-from .boards.judged import policy_run, read_answers, short_names
+from .boards.judged import policy_job, read_answers, short_names
 from .boards.leaderboards import alpaca_eval_rows, check_column_names, leaderboard
 from .boards.leaderboards import leaderboard_figure, rank_agreement
 from .data.pairs import common_prompts, index_prompts, output_texts
@@ -90,7 +90,7 @@ def _answer_policies(cfg: EvalConfig) -> dict[str, str]:
     settings |= dict(seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
     jobs = {}
     for name, policy in policy_names(cfg.policies, ()).items():
-        jobs[name] = policy_run(name, policy, str(Path(cfg.out).parent), **settings)
+        jobs[name] = policy_job(name, policy, str(Path(cfg.out).parent), **settings)
     run_or_fail([*jobs.values()], 1, 'eval', 'the answers of policies')
     return {name: job.out for name, job in jobs.items()}
 

@@ -123,10 +123,7 @@ def _write_winners(best: Job, path: str):
 def _rounded(values) -> list[float]: return [round(float(v), 3) for v in values]
 
 
-def _stages(cfg) -> tuple: return STAGES
-
-
-@makes_run(ExpertIterationConfig, reads=_stages)
+@makes_run(ExpertIterationConfig, reads=lambda cfg: STAGES)
 def train(cfg: ExpertIterationConfig, run: Run):
     "Repeat best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json."
     asked, *answered = load_splits(cfg, 'split', 'val_split', 'eval_split')

@@ -16,7 +16,7 @@ import numpy as np
 from .ask.store import request_key, Store
 from .data.dialogues import prompt_key, prompt_text
 from .data.pairs import common_prompts, hash_uniform, match_prompts
-from .data.pairs import pair_identity
+from .data.pairs import pair_identity, pair_uniform
 from .data.records import load_records
 from .judging.duels import check_drawn, Design, duel_records, Duels, explain_duels
 from .judging.duels import hold_duels, number_answers, pair_table
@@ -89,8 +89,7 @@ def _person_sees_swapped(
     seed: int = 0,   # another seed, other coins
 ) -> bool:
     "Toss a coin of the seed, the pair and the person: is output_2 shown first?"
-    coin = hash_uniform(seed, 'shown', person, *pair_identity(pair)) < .5
-    return coin != (pair['output_1'] > pair['output_2'])
+    return pair_uniform(pair, seed, 'shown', person) < .5
 
 
 def _label_request(

@@ -328,6 +328,16 @@ def _odd_labels(part: Part):
         if ties: yield f'{len(ties)} of {len(records)} labels are ties', ties
 
 # %% ../nbs/look_at_data.ipynb #100ka025
+def _lost_rows(part: Part):
+    "Yield a sentence for each kind of rows, and of labels or answers, that are not read."
+    if part.repeated: yield f'{part.repeated} rows repeat another exactly, and are left out', []
+    if part.left_out:
+        yield (f'{part.left_out} rows have no label, or two equal answers, and are left out', [])
+    what = 'a label' if part.kind == 'pair' else 'an answer'
+    if part.ignored:
+        yield (f'{part.ignored} rows have {what}, which is ignored, as the first row has none', [])
+
+
 def find_odd(
     parts: list[Part],
     lengths: list[dict],      # of `count_tokens`, for each part
@@ -345,15 +355,9 @@ def find_odd(
     found = []
     for part, counts in zip(parts, lengths):
         records = part.records
-        lost = {'repeat another exactly': part.repeated,
-                'have no label, or two equal answers': part.left_out}
-        said = [(f'{n} rows {why}, and are left out', []) for why, n in lost.items() if n]
-        what = 'a label' if part.kind == 'pair' else 'an answer'
-        if part.ignored: said.append((f'{part.ignored} rows have {what}, which is ignored, as '
-                                      'the first row has none', []))
-        for kind in (_long_records(counts, limits), _odd_texts(records), _odd_columns(records),
-                     _odd_answers(records, special), _repeated_rows(records),
-                     _odd_labels(part)): said += kind
+        said = [*_lost_rows(part), *_long_records(counts, limits), *_odd_texts(records),
+                *_odd_columns(records), *_odd_answers(records, special),
+                *_repeated_rows(records), *_odd_labels(part)]
         found += [(part.name, text, rows) for text, rows in said]
     found += _shared_prompts(parts)
     return [dict(split=name, finding=text, rows=rows[:5]) for name, text, rows in found]
@@ -371,23 +375,31 @@ def training_command(parts: list[Part], cfg: LookAtDataConfig) -> str:
     method, setting = _METHODS[part.kind]
     labelled = part.kind == 'output' and 'label' in part.records[0]
     if labelled or 'scores' in part.records[0]: method, setting = _METHODS['preference']
+
+    # what is learned from
     given = {setting: cfg.data}
-    if method != 'annotators': given['policy'] = cfg.policy
+    if method == 'annotators': given['annotators'] = 'my_module:my_judge'
+    else: given['policy'] = cfg.policy
     if setting == 'data' and part.split: given['split'] = part.split
     elif cfg.split and at_root(cfg.data).is_dir():   # not on the hub
         given[setting] = str(find_file(cfg.data, cfg.split))
     if labelled: given['loss_type'] = 'kto'
     if method == 'best_of_n': given['reward_model'] = ''
+
+    # what is measured on
     if method == 'sft': given['val_split'] = 'val' if 'val' in splits else ''
     if method in ('sft', 'dpo'):
         given['eval_split'] = 'eval' if 'eval' in splits else ''
-        if given['eval_split']: given['data'] = cfg.data
+        if 'eval' in splits: given['data'] = cfg.data
+
     # what the method reads as this look has
-    limits = dict(sft=_LIMITS, dpo=_LIMITS, best_of_n=('max_prompt', 'max_new_tokens'))
-    prompted = () if method == 'annotators' else ('template', 'template_arguments')
-    for name in ('max_instances', *prompted, *limits.get(method, ())):
-        if name in cfg.changed(): given[name] = getattr(cfg, name)
-    if cfg.columns: given['columns'] = cfg.columns
+    alike = ['max_instances', 'template', 'template_arguments', *_LIMITS, 'columns']
+    if method == 'best_of_n': alike.remove('max_length')
+    if method == 'annotators': alike = ['max_instances', 'columns']
+    changed = cfg.changed()
+    for name in alike:
+        if name in changed: given[name] = changed[name]
+
     out = f'runs/my_{method}'
     words = ['papermill', f'nbs/{method}.ipynb', f'{out}.ipynb', '-p', 'out', out]
     for name, value in given.items():
@@ -455,6 +467,7 @@ def run(cfg: LookAtDataConfig, run: Run):
     for f in found: print(f'{f["split"]}: {f["finding"]}')
     if not found: print('nothing odd is found')
     command_line = training_command(parts, cfg)
-    print(f'to train on it:\n{command_line}')
+    why = 'to have it labelled' if 'annotators' in command_line else 'to train on it'
+    print(f'{why}:\n{command_line}')
     records = {part.name: len(part.records) for part in parts}
     return dict(findings=len(found), records=records, command=command_line)

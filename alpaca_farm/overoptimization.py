@@ -20,7 +20,7 @@ import numpy as np
 from .annotators import flip_share
 from .data.dialogues import prompt_key
 from .data.pairs import check_preferences
-from .data.records import each_answer, load_records
+from .data.records import distinct, each_answer, load_records
 from .data.text import decode, encode_prompts
 from .judging.judges import JudgedConfig, load_annotators
 from .judging.pools import answer_preferences
@@ -91,16 +91,10 @@ class OverConfig(SampleConfig, JudgedConfig):
 # %% ../nbs/overoptimization.ipynb #152ddf00
 def _score_bank(bank: list[dict], score) -> np.ndarray:  # (requests, N)
     "`score`, a function of records, on every sample of the bank; equal samples are scored once."
-    places = {}     # of the distinct samples
-    distinct = []
-    index = []
-    for record in each_answer(bank):
-        key = prompt_key(record), record['output'], record['ended']
-        if key not in places:
-            places[key] = len(distinct)
-            distinct.append(record)
-        index.append(places[key])
-    return np.reshape(np.array(score(distinct), float)[index], (len(bank), -1))
+    records = each_answer(bank)
+    first, index = distinct((prompt_key(r), r['output'], r['ended']) for r in records)
+    scores = np.array(score([records[i] for i in first]), float)
+    return np.reshape(scores[index], (len(bank), -1))
 
 # %% ../nbs/overoptimization.ipynb #6daf1b10
 def standard_reward(score, bank: list[dict]) -> tuple:
@@ -191,19 +185,17 @@ def foretell_beyond(
     kl,          # (K,) distances from the start, in nats
     utility,     # (K,)
     form: str,   # best_of_n or rl
-    limit: float = 4.,   # nats, below which the curve is fitted
 ) -> tuple[float, float, np.ndarray]:  # a, b, and the utility foretold at the other points
-    """Fit a curve to near points and extrapolate it; ValueError for fewer than four near points.
+    """Fit a curve to points below 4 nats and extrapolate it; ValueError for fewer than four of them.
 
     Parameters:
       kl : (K,) distances from the start, in nats
       utility : (K,)
       form : best_of_n or rl
-      limit : nats, below which the curve is fitted
     Returns: a, b, and the utility foretold at the other points
     """
     kl = np.maximum(np.asarray(kl, dtype=float), 0.)   # an estimate may be below 0
-    near = kl < limit
+    near = kl < 4   # nats
     d = np.sqrt(kl)
     a, b = fit_overoptimization(d[near], np.asarray(utility, dtype=float)[near], form)
     return a, b, overoptimization_curve(d[~near], a, b, form)

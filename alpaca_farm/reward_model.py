@@ -6,7 +6,6 @@
 __all__ = ['RewardModelConfig', 'pairwise_loss', 'margins', 'reward_loss', 'load_preference_pairs', 'calibration', 'train']
 
 # %% ../nbs/reward_model.ipynb #2ee384e0
-import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -16,7 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from .data.dialogues import full_instruction
+from .data.formats import finite_number
 from .data.pairs import answer_of
+from .data.records import distinct
 from .data.records import load_records
 from .data.text import check_positions, encode
 from .judging.stats import wilson
@@ -143,11 +144,14 @@ def margins(
       name : field of the records that holds the margin instead
     """
     if not name: return [scale * abs(2 * r['preference'] - 3) for r in records]
+    found = []
     for r in records:
-        if isinstance(r.get(name), (int, float)) and 0 <= r[name] < math.inf: continue
+        margin = finite_number(r.get(name))
+        found.append(margin)
+        if margin is not None and margin >= 0: continue
         raise ValueError(f'the pair on {full_instruction(r)[:60]!r} has {name} = {r.get(name)!r}; '
                          'a margin is a number from 0 upwards')
-    return [float(r[name]) for r in records]
+    return found
 
 # %% ../nbs/reward_model.ipynb #d1839d10
 def _pair_accuracy(lead: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -180,17 +184,8 @@ def _prompt_batches(
 def _score_distinct(model, batch: dict) -> torch.Tensor:  # (B, 2)
     "Score both answers of pairs; one that is in several pairs is read once."
     parts = [batch[name].flatten(0, 1) for name in ('ids', 'mask', 'response')]
-    places = {}       # of the distinct answers
-    kept = []         # the row where each of them stands first
-    index = []        # the place of each row's answer
-    for i, row in enumerate(torch.cat(parts, 1).tolist()):
-        row = tuple(row)
-        if row not in places:
-            places[row] = len(kept)
-            kept.append(i)
-        index.append(places[row])
-    scores = sequence_scores(model, *(part[kept] for part in parts))
-    return scores[index].view(-1, 2)
+    first, index = distinct(map(tuple, torch.cat(parts, 1).tolist()))
+    return sequence_scores(model, *(part[first] for part in parts))[index].view(-1, 2)
 
 
 def reward_loss(

@@ -385,10 +385,7 @@ def _item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
     return figures
 
 # %% ../nbs/rlcd.ipynb #a3e1c7d3
-def _task_source(cfg: RLCDConfig) -> list[str]: return [os.path.relpath(_task_file(cfg.task), root())]
-
-
-@makes_run(RLCDConfig, reads=_task_source)
+@makes_run(RLCDConfig, reads=lambda cfg: [os.path.relpath(_task_file(cfg.task), root())])
 def run(cfg: RLCDConfig, run: Run):
     "Make preference data; leaves preferences.json and .csv, or sft.json, and items.json."
     task = read_task(cfg.task)

@@ -14,7 +14,7 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .data.records import each_answer, first_places, LISTS, load_records
+from .data.records import distinct, each_answer, LISTS, load_records
 from .data.records import merge_candidates, select_candidates, without_lists
 from .data.text import collate, decode, encode_prompts, encode_responses, within_limit
 from .judging.stats import mean
@@ -180,7 +180,7 @@ def _limit_candidates(
     limit = cfg.max_length - len(prompt)
     answers = _candidate_tokens(query, tokenizer, cfg.template)
     kept = []
-    for i in first_places(query['output']):
+    for i in distinct(query['output'])[0]:
         if 0 < len(answers[i]) <= limit: kept.append(i)
     kept = kept[:cfg.k]
     limited = select_candidates(query, kept)

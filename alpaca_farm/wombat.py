@@ -14,7 +14,7 @@ from .ask.client import ApiClient, ApiConfig, ask
 from .ask.protocol import adapt_decoding
 from .data.dialogues import full_instruction, prompt_key
 from .data.pairs import hash_uniform
-from .data.records import first_places, merge_candidates, select_candidates
+from .data.records import distinct, merge_candidates, select_candidates
 from .judging.judges import break_control_tokens
 from .judging.parsers import verdict_text
 from .judging.pools import report_missing
@@ -145,7 +145,7 @@ def run(cfg: WombatConfig, run: Run):
     queries = []
     merged = merge_candidates(cfg.candidates, columns=cfg.columns)
     for query in merged[:cfg.max_instances or None]:
-        query = select_candidates(query, first_places(query['output']))
+        query = select_candidates(query, distinct(query['output'])[0])
         if len(query['output']) > 1: queries.append(query)
     if not queries: raise ValueError('candidates: no request has two different ones')
     rated = rate(queries, client, cfg) if client else queries

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..data.dialogues import full_instruction
-from ..data.pairs import pair_up
+from ..data.pairs import pair_texts, pair_up
 from ..judging.label_files import load_sets
 from ..judging.stats import FEWEST_LABELS, Interval, plain, wilson, win_rate_interval
 
@@ -166,15 +165,12 @@ class _Label(NamedTuple):
     drawn: str | None
 
 
-def _texts(pair: dict) -> tuple: return full_instruction(pair), pair['output_1'], pair['output_2']
-
-
 def read_people_labels(spec: str) -> dict[tuple, _Label]:
     "Read labels by request and answers, in both orders."
     (pairs,) = load_sets([spec]).values()
     labels = {}
     for pair in pairs:
-        text, one, two = _texts(pair)
+        text, one, two = pair_texts(pair)
         drawn = pair.get('drawn')
         own = labels.setdefault((text, one, two), _Label({}, drawn))
         turned = labels.setdefault((text, two, one), _Label({}, drawn))
@@ -195,9 +191,9 @@ def _match_pairs(groups: list[list[dict]], known: dict) -> PeopleLabels:
     for i, pairs in enumerate(groups):
         differ = [p for p in pairs if p['output_1'] != p['output_2']]
         same[i] = not differ
-        labelled = [p for p in differ if _texts(p) in known]
+        labelled = [p for p in differ if pair_texts(p) in known]
         if not labelled: continue
-        labels = [known[_texts(p)] for p in labelled]
+        labels = [known[pair_texts(p)] for p in labelled]
         means = [np.mean(list(label.votes.values())) for label in labels]
         equal = 1 - len(differ)/len(pairs)
         votes[i] = (1 - equal)*np.mean(means) + equal/2
@@ -223,7 +219,7 @@ def find_labels(
     for name, (outputs, references) in comparisons.items():
         groups = [[] for _ in references]
         for pair in pair_up(outputs, references):
-            text, one, two = _texts(pair)
+            text, one, two = pair_texts(pair)
             groups[pair['item']].append(pair)
             lost -= {(text, one, two), (text, two, one)}
         found[name] = _match_pairs(groups, known)
@@ -365,30 +361,32 @@ def explain_win_rate(
       labels : on the same requests
     """
     c = people_win_rate(preferences, labels)
-    f = np.asarray(preferences, dtype=float) - 1
-    judged = ~np.isnan(f)
-    beside = _beside_labels(preferences, labels)
-    has = ~np.isnan(beside + labels.votes)
-    n = has.sum()
-    f_has = f[has & judged]
-    f_all = f[judged]
-    votes = labels.votes[has]
+    verdicts = np.asarray(preferences, dtype=float) - 1
+    judged = ~np.isnan(verdicts)
+    labelled = _labelled_and_judged(preferences, labels)
+    votes = labels.votes[labelled]
+    n = len(votes)
     def text(i): return f'{i.value:.1f} % ({i.low:.1f} to {i.high:.1f})'
-    lines = [f'{name}: {text(win_rate_interval(1 + f_all))} by {judge}, corrected by {n} labels '
-             f'{text(c.rate)}, labels alone {text(c.labels)}; the judge makes them worth '
-             f'{c.worth:.0f}']
-    agreement = judge_agreement(beside[has], votes)
+    lines = [f'{name}: {text(win_rate_interval(1 + verdicts[judged]))} by {judge}, corrected by '
+             f'{n} labels {text(c.rate)}, labels alone {text(c.labels)}; the judge makes them '
+             f'worth {c.worth:.0f}']
+
+    # how many labels are needed
     use, share, known = _to_label(judged, labels.same, c.rate.value - 50)
-    lines += [_plan_text(name, f[use], agreement, points, share, known) for points in (2, 5)]
+    different = verdicts[use]
+    agreement = judge_agreement(_beside_labels(preferences, labels)[labelled], votes)
+    lines += [_plan_text(name, different, agreement, points, share, known) for points in (2, 5)]
+
+    # what may be wrong
     if not labels.drawn:
         lines.append(f'{name}: the labels do not say that they were drawn at random. If they were '
                      'chosen, the corrected rate may be wrong by any amount, whatever its interval')
-    f_use = f[use]   # equal answers are never drawn
-    off = abs(f_has.mean() - f_use.mean())
-    if labels.drawn in (None, 'random') and off > 4*f_use.std()/math.sqrt(n) + 1e-9:
-        lines.append(f'{name}: on what is labelled the judge prefers it in {100*f_has.mean():.0f} '
-                     f'%, on all different answers in {100*f_use.mean():.0f} %: no random draw '
-                     'looks like this')
+    drawn = verdicts[labelled & judged].mean()
+    usual = different.mean()   # equal answers are never drawn
+    far = 4*different.std()/math.sqrt(n) + 1e-9
+    if labels.drawn in (None, 'random') and abs(drawn - usual) > far:
+        lines.append(f'{name}: on what is labelled the judge prefers it in {100*drawn:.0f} %, on '
+                     f'all different answers in {100*usual:.0f} %: no random draw looks like this')
     if np.ptp(votes) == 0: lines.append(f'{name}: all {n} labels are equal, so they do not show '
                                         'how often the judge is wrong')
     return lines

@@ -23,19 +23,11 @@ def _given_settings(folder) -> dict:
     return {k: v for k, v in given.items() if k != 'seed' and '/' not in str(v)} | dict(run=True)
 
 
-def replicates_of(
-    folder: str,       # of a run
-    worlds: int = 3,   # at most
-) -> list[str]:
-    """List a run, and the same run in a farm's other worlds.
-
-    Parameters:
-      folder : of a run
-      worlds : at most
-    """
+def replicates_of(folder: str) -> list[str]:
+    "List a run, and the same run in the next two worlds of its farm."
     path = Path(folder)
     found = [folder]
-    for k in range(1, worlds):
+    for k in (1, 2):
         other = str(path.parent/f'seed_{k}'/path.name)
         if _given_settings(other) and _given_settings(other) == _given_settings(folder):
             found.append(other)

@@ -114,14 +114,13 @@ def weigh_duels(
 def draw_win_rates(
     beliefs: Beliefs,
     draws: int = 2000,
-    seed: int = 0,
 ) -> np.ndarray:  # (draws, 1 + M) in [0, 1], SFT's first
     """Draw sets of win rates over SFT that may be true.
 
     Returns: (draws, 1 + M) in [0, 1], SFT's first
     """
     from scipy.special import expit
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     component = rng.choice(len(beliefs.weights), draws, p=beliefs.weights)
     methods = beliefs.means.shape[1]
     roots = np.linalg.cholesky(beliefs.covariances + 1e-9*np.eye(methods))

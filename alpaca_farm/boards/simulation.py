@@ -10,7 +10,8 @@ from itertools import combinations
 
 import numpy as np
 
-from ..judging.stats import holm, known_mean, replicate_interval, spearman_interval
+from ..judging.stats import holm, known_mean, p_value, replicate_interval
+from ..judging.stats import spearman_interval
 from ..run.runs import write_csv
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
@@ -86,7 +87,6 @@ def _method_differences(preferences, names: list[str], seed: int = 0):
     (replicates, instructions, methods): a DataFrame with better, worse, difference, low, high (95 %),
     sd over replicates, whether it is clear of 0 alone, and its p-value among all (`holm`)."""
     import pandas as pd
-    from scipy.special import stdtr, stdtrit
     values = 100*np.asarray(preferences, dtype=float)
     order = np.argsort(-known_mean(values, (0, 1)), kind='stable')
     better, worse = np.transpose([*combinations(order, 2)])
@@ -98,10 +98,7 @@ def _method_differences(preferences, names: list[str], seed: int = 0):
     if replicates > 1:
         sd = known_mean(lead, 1).std(0, ddof=1)
         freedom = replicates - 1
-    half = (high - low)/2
-    with np.errstate(invalid='ignore', divide='ignore'):
-        t = stdtrit(freedom, .975)*difference/half
-    p = np.nan_to_num(2*stdtr(freedom, -t), nan=1.)   # nan: the same answers
+    p = p_value(difference, low, high, freedom)
     named = np.array(names)
     return pd.DataFrame(dict(
         better=named[better],
@@ -127,8 +124,8 @@ def method_groups(differences) -> list[list[str]]:
 
 
 # %% ../../nbs/boards/simulation.ipynb #f3b29db5
-def _separation(differences, points: float = 2.) -> dict:
-    "Groups, clear differences, and the fewest replicates that find `points` with 80 % power."
+def _separation(differences) -> dict:
+    "Groups, clear differences, and the fewest replicates that find 2 points with 80 % power."
     from scipy.special import nctdtr, stdtrit
     found = dict(
         groups=len(method_groups(differences)),
@@ -141,7 +138,7 @@ def _separation(differences, points: float = 2.) -> dict:
     sd = float(np.sqrt((differences.sd**2).mean()))
     def power(replicates):
         freedom = replicates - 1
-        return 1 - nctdtr(freedom, replicates**.5*points/sd, stdtrit(freedom, .975))
+        return 1 - nctdtr(freedom, replicates**.5*2/sd, stdtrit(freedom, .975))
     needed = 2
     while power(needed) < .8: needed += 1
     return found | dict(spread_of_differences=sd, replicates_for_2_points=needed)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PAIR_FIELDS', 'ENDED', 'is_preference', 'read_preference', 'check_preferences', 'hash_uniform', 'plain_lines',
-           'pair_identity', 'swap_outputs', 'answer_of', 'shown_swapped', 'output_texts', 'shown_texts',
-           'index_prompts', 'check_answered', 'match_prompts', 'common_prompts', 'answer_pairs', 'pair_up',
-           'head2head_pairs', 'same_answers']
+           'pair_texts', 'pair_identity', 'swap_outputs', 'answer_of', 'pair_uniform', 'shown_swapped', 'output_texts',
+           'shown_texts', 'index_prompts', 'check_answered', 'match_prompts', 'common_prompts', 'answer_pairs',
+           'pair_up', 'head2head_pairs', 'same_answers']
 
 # %% ../../nbs/data/pairs.ipynb #aaceba8c
 import hashlib, json, math, re
@@ -15,7 +15,8 @@ from numbers import Real
 
 import numpy as np
 
-from .dialogues import bare_prompt, prompt_key, prompt_messages, prompt_text, TURN
+from .dialogues import bare_prompt, full_instruction, prompt_key, prompt_messages
+from .dialogues import prompt_text, TURN
 from .dialogues import with_instruction
 
 # %% ../../nbs/data/pairs.ipynb #2793161c
@@ -85,6 +86,11 @@ def plain_lines(text: str) -> str:
     return text.replace('\r\n', '\n')
 
 
+def pair_texts(pair: dict) -> tuple[str, str, str]:
+    "Return the texts by which a pair's label is found: its request with the input, both answers."
+    return tuple(map(plain_lines, (full_instruction(pair), pair['output_1'], pair['output_2'])))
+
+
 def pair_identity(pair: dict) -> list[str]:
     "Return the texts that identify a pair, whichever of its outputs comes first."
     texts = *prompt_key(pair), pair['output_1'], pair['output_2']
@@ -106,14 +112,18 @@ def answer_of(pair: dict, k: int) -> dict:
     return dict(pair, output=pair[f'output_{k}'], ended=pair.get(f'ended_{k}', True))
 
 
+def pair_uniform(pair: dict, *key) -> float:
+    "Draw a number from 0 to 1 by a key; of the same pair exchanged it is 1 less that number."
+    u = hash_uniform(*key, *pair_identity(pair))
+    return 1 - u if pair['output_1'] > pair['output_2'] else u
+
+
 def shown_swapped(pairs: list[dict], seed: int = 0) -> np.ndarray:  # (pairs,) bool
     """Draw which pairs are shown with their second answer first.
 
     Returns: (pairs,) bool
     """
-    coins = [hash_uniform(seed, 'order', *pair_identity(p)) < .5 for p in pairs]
-    turned = [p['output_1'] > p['output_2'] for p in pairs]
-    return np.array(coins, dtype=bool) ^ np.array(turned, dtype=bool)
+    return np.array([pair_uniform(p, seed, 'order') < .5 for p in pairs], dtype=bool)
 
 # %% ../../nbs/data/pairs.ipynb #50a3c950
 def output_texts(record: dict) -> list[str]:

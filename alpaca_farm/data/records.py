@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'read_text', 'unique_fields', 'read_rows', 'check_record', 'check_records',
            'load_rows', 'read_all', 'each_once', 'read_records', 'load_records', 'without_lists', 'each_answer',
-           'candidate_pair', 'first_places', 'select_candidates', 'merge_candidates']
+           'candidate_pair', 'distinct', 'select_candidates', 'merge_candidates']
 
 # %% ../../nbs/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -66,7 +66,7 @@ def find_file(spec: str, *names: str) -> Path:
     if found: return found
     inside = [found for f in sorted(path.glob('*/')) if (found := _in_folder(f, wanted))]
     if len(inside) == 1: return inside[0]   # the only configuration with this split
-    if not path.exists(): raise FileNotFoundError(f'{spec}: {missing_path(spec)}')
+    if not path.exists(): raise FileNotFoundError(f'{spec}: {missing_path()}')
     files = [p for p in (*path.glob('*'), *path.glob('data/*'), *inside)
              if p.name.endswith(FILE_SUFFIXES)]
     held = ', '.join(sorted(str(p.relative_to(path)) for p in files)) or 'no data file'
@@ -96,7 +96,7 @@ def _hub_file(spec, names) -> Path:
     except Exception as e:
         reason = ' '.join(f'{type(e).__name__}: {e}'.split())
         raise ValueError(
-            f'{spec}: {missing_path(spec)}, and the hub did not give it ({reason:.240}). If it is '
+            f'{spec}: {missing_path()}, and the hub did not give it ({reason:.240}). If it is '
             f'private or gated, set HF_TOKEN. Where there is a network, run `hf download {repo} '
             '--repo-type dataset --local-dir my/data`, and name my/data') from e
     data = {re.sub(r'(-\d+-of-\d+)?\.[a-z.]+$', '', f) for f in there if f.endswith(FILE_SUFFIXES)}
@@ -529,9 +529,23 @@ def candidate_pair(
     return pair
 
 # %% ../../nbs/data/records.ipynb #ada0ca01
-def first_places(texts: list[str]) -> list[int]:
-    "List the places at which each different text stands first."
-    return [i for i, text in enumerate(texts) if text not in texts[:i]]
+def distinct(
+    keys,  # N hashable values
+) -> tuple[list[int], list[int]]:  # places of the different ones; number of each in this list (N,)
+    """List the places at which each different key stands first, and which of these each key equals.
+
+    Parameters:
+      keys : N hashable values
+    Returns: places of the different ones; number of each in this list (N,)
+    """
+    keys = list(keys)
+    number = {}
+    first = []
+    for i, key in enumerate(keys):
+        if key in number: continue
+        number[key] = len(first)
+        first.append(i)
+    return first, [number[key] for key in keys]
 
 
 def select_candidates(query: dict, which: list[int]) -> dict:

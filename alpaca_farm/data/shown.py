@@ -24,7 +24,7 @@ def _cut_middle(
 # %% ../../nbs/data/shown.ipynb #5e0a000a
 # columns that are read in every file, beside the columns of coded labels
 _USED = {*PAIR_FIELDS, *ENDED, *SYSTEM, 'messages', 'output', 'scores', 'score_chosen',
-         'score_rejected'}
+         'score_rejected', 'held_out'}
 # what our runs write beside an answer or a label
 _NOTED = {'temperature', 'top_p', 'logprob', 'annotator', 'flipped', 'expected', 'generator',
           'generator_1', 'generator_2'}
@@ -39,7 +39,7 @@ def _meaning(record) -> str:
         if p == 1.5: return 'both are as good'
         return 'the second is better' if p > 1.5 else 'the first is better'
     if 'preference' in record: return 'no label'
-    label = record.get('label')
+    label = record.get('label') if 'output' in record else None   # in a pair it is no label
     if not isinstance(label, (bool, int, float)) or not 0 <= label <= 1: return ''
     return 'the answer is good' if label > .5 else 'the answer is bad'
 
@@ -77,8 +77,9 @@ def describe_columns(
     for row in rows: columns |= dict.fromkeys(row)
     columns = {name: None for name in columns if name not in _NOTED}
     kept = set().union(*records)
-    labels = [c for c in columns if names.get(c, c) in _LABELS]
-    known = _USED | _LABELS
+    meant = _LABELS if 'output' in kept else _LABELS - {'label'}
+    labels = [c for c in columns if names.get(c, c) in meant]
+    known = _USED | meant
     if {'conversation_a', 'full_conversation'} & columns.keys(): known.add('turn')   # of the vote
     unused = [c for c in columns if names.get(c, c) in kept and names.get(c, c) not in known]
     used = [c for c in columns if c not in unused]

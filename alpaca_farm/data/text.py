@@ -379,18 +379,22 @@ def encode_responses(
     end = [end_token(tokenizer, template)] if any(ended) else []
     if closed: end += frame.rest
     texts = _without_ends(texts, tokenizer, template)
-    begins = []
+    begins = []   # tokens before the words
     words = []
     for text, over, record in zip(texts, ended, records or [{}] * len(texts), strict=True):
-        thinks = frame.closed and '</think>' in text   # a thought of its own
-        if thinks and frame.opened: text = text.removeprefix('<think>').lstrip('\n')
+        begin = frame.begin
+        lead = frame.lead
+        if frame.closed and '</think>' in text:   # a thought of its own
+            begin = []
+            lead = ''
+            if frame.opened: text = text.removeprefix('<think>').lstrip('\n')
         if _continues_text(record, tokenizer, template): text = with_space(text)
-        if not thinks: text = frame.lead + text
-        begins.append([] if thinks else frame.begin)
-        words.append(text + frame.gap if over else text)
+        begins.append(begin)
+        if over: text += frame.gap
+        words.append(lead + text)
     rows = _ids_behind(frame.anchors, words, tokenizer, split_special_tokens=True)
-    ends = [end if over else [] for over in ended]
-    return [sum(parts, []) for parts in zip(begins, rows, ends)]
+    return [begin + ids + (end if over else [])
+            for begin, ids, over in zip(begins, rows, ended)]
 
 # %% ../../nbs/data/text.ipynb #68a5bad7
 def decode(
@@ -569,7 +573,7 @@ def check_positions(
     if length <= limit: return
     name = policy.config._name_or_path or 'the model'
     raise ValueError(f'{what}: {length} tokens, but {name} reads at most {limit} '
-                     '(max_position_embeddings)')
+                     '(max_position_embeddings). Leave out longer texts, or take another model')
 
 # %% ../../nbs/data/text.ipynb #5456fc10
 def encode(

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['JUDGES', 'Evaluator', 'load_evaluators', 'break_control_tokens', 'fill_prompt', 'judge_request', 'parse_verdicts',
            'Verdict', 'ApiJudge', 'api_clients', 'usage_totals', 'check_all_answered', 'LocalJudge', 'RewardJudge',
-           'RecordedLabels', 'read_recorded', 'utility_judge', 'read_judge', 'JudgeKind', 'check_annotators',
-           'load_annotators', 'JudgedConfig', 'check_known_names', 'ask_annotators', 'load_pairs']
+           'RecordedLabels', 'read_recorded', 'utility_judge', 'read_judge', 'JudgeKind', 'request_settings',
+           'check_annotators', 'load_annotators', 'JudgedConfig', 'check_known_names', 'ask_annotators', 'load_pairs']
 
 # %% ../../nbs/judging/judges.ipynb #4746fade
 import math, os, re
@@ -24,7 +24,7 @@ from ..ask.protocol import reasons, REQUEST_FIELDS, token_usage
 from ..data.dialogues import full_instruction, prompt_key
 from ..data.formats import as_records
 from ..data.pairs import answer_of, hash_uniform, head2head_pairs, is_preference
-from ..data.pairs import PAIR_FIELDS, shown_swapped, swap_outputs
+from ..data.pairs import pair_texts, PAIR_FIELDS, shown_swapped, swap_outputs
 from ..data.records import candidate_pair, check_records, find_file, load_records
 from ..data.records import read_rows, read_text
 from .label_files import label_file
@@ -404,11 +404,6 @@ class RewardJudge:
         return (1 + sigmoid(second - first, 50)).tolist()
 
 # %% ../../nbs/judging/judges.ipynb #711bc3ee
-def _in_words(pair):
-    "The texts of a pair, with its input merged or not."
-    return full_instruction(pair), pair['output_1'], pair['output_2']
-
-
 class RecordedLabels:
     "Recorded labels as a judge."
     def __init__(self,
@@ -419,11 +414,11 @@ class RecordedLabels:
         self.labels = {}
         for r in rows:
             for pair, label in (r, r['preference']), (swap_outputs(r), 3 - r['preference']):
-                self.labels.setdefault(_in_words(pair), []).append(label)
+                self.labels.setdefault(pair_texts(pair), []).append(label)
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The mean label of each pair; nan for a pair without a label."
-        return [float(np.mean(self.labels.get(_in_words(p), math.nan))) for p in pairs]
+        return [float(np.mean(self.labels.get(pair_texts(p), math.nan))) for p in pairs]
 
 
 def read_recorded(path) -> list[dict]:
@@ -460,15 +455,23 @@ class JudgeKind(NamedTuple):
     make: Callable    # makes a judge or a pool from the value and the settings
 
 # %% ../../nbs/judging/judges.ipynb #b091db65
-def _of_requests(cfg) -> ApiConfig:
-    "Return settings of requests, also for a run whose settings have none."
+def request_settings(
+    cfg,                # of a run
+    asking: dict = {},  # how a world's judges are asked, where the run has no such settings
+) -> ApiConfig:
+    """Return settings of requests, also for a run whose settings have none.
+
+    Parameters:
+      cfg : of a run
+      asking : how a world's judges are asked, where the run has no such settings
+    """
     if isinstance(cfg, ApiConfig): return cfg
-    return ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
+    return ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype, **asking)
 
 
 def _load_configuration(spec, cfg):
     "Load a judge for each entry, here or behind the endpoint; a pool if there are several."
-    cfg = _of_requests(cfg)
+    cfg = request_settings(cfg)
     name = at_root(spec).name
     client = ApiClient(cfg, name)
     models = parse_mapping('models', cfg.models)
@@ -497,7 +500,7 @@ JUDGES = dict(
     reward_model=JudgeKind(
         'runs/reward_model', 'a reward model',
         lambda spec: model_kind(spec) == 'reward',
-        lambda spec, cfg: RewardJudge(spec, _of_requests(cfg))),
+        lambda spec, cfg: RewardJudge(spec, request_settings(cfg))),
     labels=JudgeKind(
         'my/labels.json, runs/labelling', 'recorded labels, of people or judges',
         lambda spec: os.path.exists(at_root(spec)) and label_file(spec),
@@ -615,18 +618,18 @@ def ask_annotators(
       both_orders : ask in both orders and average; else ask in a random order
     Returns: on the pairs as they are
     """
-    work = []     # (judge, its pairs as shown)
-    orders = []   # which of these pairs are exchanged
+    work = []   # a judge, its pairs as shown, and which of these are exchanged
     for who, own in zip(annotators, pairs):
         ways = [shown_swapped(own, seed)]
         if both_orders: ways = [[False] * len(own), [True] * len(own)]
         for exchanged in ways:
-            work.append((who, [swap_outputs(p) if x else p for p, x in zip(own, exchanged)]))
-            orders.append(exchanged)
-    remote = [w for w in work if isinstance(w[0], ApiJudge) and w[1]]
+            shown = [swap_outputs(p) if x else p for p, x in zip(own, exchanged)]
+            work.append((who, shown, exchanged))
+
+    remote = [(who, shown) for who, shown, _ in work if isinstance(who, ApiJudge) and shown]
     answers = iter(_ask_judges(remote, seed) if remote else [])
     verdicts = []
-    for (who, shown), exchanged in zip(work, orders):
+    for who, shown, exchanged in work:
         if not shown: given = []
         elif isinstance(who, ApiJudge): given = next(answers)
         else: given = [Verdict(float(p)) for p in annotator_preferences(shown, who)]

@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..data.dialogues import full_instruction, naming, SYSTEM
-from ..data.formats import ANNOTATOR_FIELDS, as_records, finite_number, notice
-from ..data.pairs import ENDED, PAIR_FIELDS, pair_identity, plain_lines, read_preference
+from ..data.dialogues import naming, SYSTEM
+from ..data.formats import ANNOTATOR_FIELDS, as_records, finite_number, notice, TRUTH
+from ..data.pairs import ENDED, PAIR_FIELDS, pair_identity, pair_texts, plain_lines
+from ..data.pairs import read_preference
 from ..data.records import check_record, FILE_SUFFIXES, read_rows
 from .pools import report_missing
 from .prompts import is_population
@@ -75,7 +76,7 @@ def name_voter(
 # %% ../../nbs/judging/label_files.ipynb #d416a05a
 def is_true(value) -> bool:
     "Tell whether a value is true, also where it is a text or number."
-    return str(value).lower() in ('true', '1', '1.0')
+    return TRUTH.get(str(value).lower(), False)
 
 # %% ../../nbs/judging/label_files.ipynb #6ef7bd2c
 def _why_left_out(record):
@@ -205,14 +206,15 @@ def per_thousand(values: list) -> float:
 # %% ../../nbs/judging/label_files.ipynb #74578e84
 def _text_key(pair):
     "Make the key of a pair by its texts, in either order."
-    return full_instruction(pair), *sorted((pair['output_1'], pair['output_2']))
+    request, *answers = pair_texts(pair)
+    return request, *sorted(answers)
 
 
 def _record_verdict(record, judge, where):
     "Read the verdict in a preference record; if it names no judge, it is from `judge`."
     pair = _read_pair(record, where)
     if 'annotator' in record: judge = str(_read_name(record, 'annotator', where))
-    verdict = dict(judge=judge, key=_text_key(pair), first=pair['output_1'],
+    verdict = dict(judge=judge, key=_text_key(pair), first=plain_lines(pair['output_1']),
                    preference=read_preference(record['preference'], where, 'preference'))
     for name in ('price', 'time'):
         field = f'{name}_per_example' if f'{name}_per_example' in record else name
@@ -240,7 +242,7 @@ def _numbers_by_key(pairs):
 # %% ../../nbs/judging/label_files.ipynb #7b787197
 def _as_it_stands(verdict, pair):
     "Return the order in which a pair was shown, and the preference in the pair's own order."
-    if verdict['first'] == pair['output_1']: return 0, verdict['preference']
+    if verdict['first'] == plain_lines(pair['output_1']): return 0, verdict['preference']
     return 1, 3 - verdict['preference']
 
 # %% ../../nbs/judging/label_files.ipynb #7c0bd92e

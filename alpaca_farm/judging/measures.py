@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..data.dialogues import full_instruction
-from ..data.pairs import check_preferences, hash_uniform, pair_identity
+from ..data.pairs import check_preferences, hash_uniform, pair_identity, pair_uniform
 from .pools import annotator_order, decide_vote
 from .stats import agreement, bias, Interval, one_hot_votes, spearman, variance
 from .stats import vote_mode, wilson
@@ -66,8 +66,7 @@ def _vote_order(
     seed: int = 0,   # seed of the coins, which do not depend on the order of the pair
 ) -> int:
     "Draw the order in which a vote is cast: 1 if the pair is shown exchanged, else 0."
-    coin = hash_uniform(seed, 'order', vote, *pair_identity(pair)) < .5
-    return int(coin ^ (pair['output_1'] <= pair['output_2']))
+    return int(pair_uniform(pair, seed, 'order', vote) >= .5)
 
 # %% ../../nbs/judging/measures.ipynb #4cc64b5f
 def sample_votes(
@@ -94,8 +93,7 @@ def sample_votes(
         who = annotator_order(pair, weights, seed)
         for v in range(votes):
             p = chance[who[v % len(who)]][_vote_order(pair, v, seed)][i]
-            u = hash_uniform(seed, 'vote', v, *pair_identity(pair))
-            if pair['output_1'] > pair['output_2']: u = 1 - u
+            u = pair_uniform(pair, seed, 'vote', v)
             sampled[v, i] = np.nan if np.isnan(p) else 1 + (u < p)
     return sampled
 
@@ -367,25 +365,24 @@ def bootstrap_measures(
       seed : same seed, same draws
     Returns: {name: Interval}
     """
-    by_instruction = {}
-    for i, p in enumerate(pairs):
-        by_instruction.setdefault(full_instruction(p), []).append(i)
-    groups = [np.array(g) for g in by_instruction.values()]
+    rows = {}   # by request
+    for i, p in enumerate(pairs): rows.setdefault(full_instruction(p), []).append(i)
+    groups = [np.array(own) for own in rows.values()]
+    count = len(groups)
     rng = np.random.default_rng(seed)
     draws = []
-    for _ in range(n if len(groups) >= FEWEST else 0):
-        drawn = rng.integers(0, len(groups), len(groups))
+    for _ in range(n if count >= FEWEST else 0):
+        drawn = rng.integers(0, count, count)
         draws.append(measure(np.concatenate([groups[g] for g in drawn])))
+
     intervals = {}
     for name, value in measure(np.arange(len(pairs))).items():
+        intervals[name] = Interval(value, math.nan, math.nan)
         known = [d[name] for d in draws if not math.isnan(d[name])]
-        low = math.nan
-        high = math.nan
-        if known and not math.isnan(value):
-            low, high = np.quantile(known, [.025, .975]).tolist()
-            if low == high and name in _NO_SHARES:   # all alike: no draw differs
-                low = high = math.nan
-            elif low == high and value in (0, 1):
-                _, low, high = wilson(value*len(groups), len(groups))
+        if not known or math.isnan(value): continue
+        low, high = np.quantile(known, [.025, .975]).tolist()
+        alike = low == high   # no draw differs
+        if alike and name in _NO_SHARES: continue
+        if alike and value in (0, 1): _, low, high = wilson(value*count, count)
         intervals[name] = Interval(value, low, high)
     return intervals

@@ -17,7 +17,7 @@ import numpy as np
 from ..data.dialogues import prompt_key
 from ..data.pairs import answer_pairs, check_answered, check_preferences, hash_uniform
 from ..data.pairs import index_prompts, match_prompts, output_texts, pair_identity
-from ..data.pairs import same_answers, swap_outputs
+from ..data.pairs import pair_uniform, same_answers, swap_outputs
 
 # %% ../../nbs/judging/pools.ipynb #9f737d4e
 def pool_members(pool) -> list:
@@ -151,9 +151,7 @@ def decide_vote(
     """
     if math.isnan(preference): return None
     if preference in (1, 1.5, 2) or not decide: return float(preference)
-    u = hash_uniform(seed, 'vote', *pair_identity(pair))
-    if pair['output_1'] > pair['output_2']: u = 1 - u
-    return 1. + (u < preference - 1)
+    return 1. + (pair_uniform(pair, seed, 'vote') < preference - 1)
 
 # %% ../../nbs/judging/pools.ipynb #0005f75e
 def both_orders(

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FEWEST_LABELS', 'plain', 'mean', 'known_mean', 'mean_figures', 'standard_error', 'sigmoid', 'win_rate', 'Interval',
-           'bootstrap_draws', 'bootstrap', 'replicate_interval', 'holm', 'Comparison', 'compare_all', 'wilson',
-           'win_rate_interval', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement', 'variance',
-           'bias', 'two_votes_agree', 'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate',
-           'tilted_weights']
+           'bootstrap_draws', 'bootstrap', 'replicate_interval', 'holm', 'p_value', 'Comparison', 'compare_all',
+           'wilson', 'win_rate_interval', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement',
+           'variance', 'bias', 'two_votes_agree', 'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n',
+           'kl_best_of_n_estimate', 'tilted_weights']
 
 # %% ../../nbs/judging/stats.ipynb #d9759c10
 import math
@@ -187,6 +187,25 @@ def holm(
     return np.minimum(adjusted, 1)
 
 
+def p_value(
+    value,    # not below 0
+    low,      # of its 95 % interval
+    high,
+    freedom,  # degrees of freedom of the interval
+):
+    """Compute the two-sided p-value of 0 from a 95 % interval; 1 if the interval has no width.
+
+    Parameters:
+      value : not below 0
+      low : of its 95 % interval
+      freedom : degrees of freedom of the interval
+    """
+    from scipy.special import stdtr, stdtrit
+    with np.errstate(invalid='ignore', divide='ignore'):
+        t = 2*stdtrit(freedom, .975)*value/(high - low)
+    return np.nan_to_num(2*stdtr(freedom, -t), nan=1.)   # nan: equal, or one value
+
+
 # %% ../../nbs/judging/stats.ipynb #57cfda65
 class Comparison(NamedTuple):
     "A mean difference, its 95 % interval alone, and its p-value among all comparisons."
@@ -216,7 +235,6 @@ def compare_all(
       differences : paired differences by name: (replicates,) or (replicates, requests)
     Returns: by the same names
     """
-    from scipy.special import stdtr, stdtrit
     intervals = []
     p = []
     for values in differences.values():
@@ -224,11 +242,8 @@ def compare_all(
         if values.ndim == 1: values = values[:, None]
         interval = replicate_interval(values)
         freedom = (len(values) if len(values) > 1 else values.shape[1]) - 1
-        half = (interval.high - interval.low)/2
-        with np.errstate(invalid='ignore', divide='ignore'):
-            t = stdtrit(freedom, .975)*np.abs(interval.value)/half
         intervals.append(interval)
-        p.append(np.nan_to_num(2*stdtr(freedom, -t), nan=1.))   # nan: equal, or one value
+        p.append(p_value(np.abs(interval.value), *interval[1:], freedom))
     found = {}
     for name, interval, adjusted in zip(differences, intervals, holm(p)):
         found[name] = Comparison(*interval, float(adjusted))
@@ -467,14 +482,12 @@ def kl_best_of_n_estimate(
 def tilted_weights(
     rewards,        # (requests, N) rewards of samples of the policy before training
     target: float,  # the mean reward under the weights
-    least: float = 10.,  # effective samples that the median request must keep
 ) -> np.ndarray:  # (requests, N), with a sum of 1 for each request
     """Weigh samples by exp(reward / beta), for the beta that reaches a mean; ValueError if none can.
 
     Parameters:
       rewards : (requests, N) rewards of samples of the policy before training
       target : the mean reward under the weights
-      least : effective samples that the median request must keep
     Returns: (requests, N), with a sum of 1 for each request
     """
     from scipy.optimize import brentq
@@ -490,7 +503,7 @@ def tilted_weights(
                          f'{rewards.max(1).mean():.3g}')
     weights = softmax(rewards*brentq(missing, -sharpest, sharpest), 1)
     effective = np.median(1/(weights**2).sum(1))
-    if effective < least:
+    if effective < 10:   # of the median request
         raise ValueError(f'mean reward {target:.3g}: {effective:.1f} samples of {rewards.shape[1]} '
                          'carry the weight, too few to tell. Take more samples')
     return weights

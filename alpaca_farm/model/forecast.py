@@ -93,23 +93,26 @@ def text_passes(
       settings : settings of the run, as far as they are known
       counts : records by split
     """
-    own = _RUNS[notebook] | settings
-    records = counts.get(own.get('split'), 0)
-    if own.get('max_instances'): records = min(records, own['max_instances'])
-    texts = records*own.get('texts', own.get('k', own.get('n', 1)))
-    learned = own.get('epochs', 0)
-    if learned and records and 'epochs' not in settings:
-        few = dict(epochs=learned, batch_size=16)
-        learned = fitted(few, dict.fromkeys(few), {}, records)['epochs']
+    own = dict(epochs=0, ppo_epochs=1, more=0) | _RUNS[notebook] | settings
+    more = own['more']
     if 'rollouts' in own:
+        values = own.get('advantage') == 'gae'   # a value model, which learns and reads them, too
         texts = own['steps']*own['rollouts']
-        learned = own.get('ppo_epochs', 1)*(2 if own.get('advantage') == 'gae' else 1)
-        if own.get('advantage') == 'gae': own['more'] += 1   # the value model reads them once more
+        learned = own['ppo_epochs']*(1 + values)
+        more += values
+    else:
+        records = counts.get(own.get('split'), 0)
+        if own.get('max_instances'): records = min(records, own['max_instances'])
+        texts = records*own.get('texts', own.get('k', own.get('n', 1)))
+        learned = own['epochs']
+        if learned and records and 'epochs' not in settings:
+            few = dict(epochs=learned, batch_size=16)
+            learned = fitted(few, few, {}, records)['epochs']
     if notebook == 'expert_iteration':
         texts *= own['rounds']
         learned /= own['n']
     each = 2 if own.get('lora_rank') else 3
-    total = texts*(each*learned + own.get('more', 0))
+    total = texts*(each*learned + more)
     if notebook == 'best_of_n': return total*(not own.get('samples'))   # given samples cost nothing
     if notebook == 'reward_model': return total
     return total + counts['eval']*(_WRITING + 1)

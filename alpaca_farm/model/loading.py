@@ -90,29 +90,32 @@ def _refuse_pickles(folder: Path):
                          'Save it again with transformers, which writes them')
 
 # %% ../../nbs/model/loading.ipynb #301db42d
+def _check_files(folder: Path, files: list[Path]):
+    "An error for a model that is damaged or pickled, or for an adapter whose base has changed."
+    _refuse_pickles(folder)
+    if is_adapter(folder): base_of(folder)
+    for file in files:
+        with open_tensors(file): pass
+
+
 def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
-    name = spec.partition('@')[0]
-    if name.endswith(('-wdiff', '-delta')) or (at_root(spec)/'model_sum.txt').exists():
+    path = at_root(spec)
+    if spec.partition('@')[0].endswith(('-wdiff', '-delta')) or (path/'model_sum.txt').exists():
         raise ValueError(f'{spec} is a difference from a base model: recover the model with '
                          'nbs/pretrained.ipynb')
-    if at_root(spec).suffix == '.gguf' and at_root(spec).is_file(): return _from_gguf(at_root(spec))
-    for folder in (at_root(spec)/'model', at_root(spec)):
-        if not folder.is_dir(): continue
-        files = [p for p in folder.iterdir() if p.suffix == '.safetensors']
-        if not files: continue
-        if (folder/'config.json').exists():
-            _refuse_pickles(folder)
-            if is_adapter(folder): base_of(folder)
-            for p in files:
-                with open_tensors(p): pass
+    if path.suffix == '.gguf' and path.is_file(): return _from_gguf(path)
+    for folder in (path/'model', path):
+        files = [*folder.glob('*.safetensors')]
+        if files and (folder/'config.json').exists():
+            _check_files(folder, files)
             return str(folder)
-        if is_adapter(folder):
+        if files and is_adapter(folder):
             raise FileNotFoundError(f'{spec} is an adapter without config.json: copy that file, and '
                                     'the files of the tokenizer, from its base model into the folder')
-    if not at_root(spec).exists() and looks_like_hub(spec):
+    if not path.exists() and looks_like_hub(spec):
         return hub_snapshot(spec) if '@' in spec else spec
-    found = ''.join(f'. Did you mean {p}?' for p in [*at_root(spec).glob('*.gguf')][:1])
+    found = ''.join(f'. Did you mean {p}?' for p in [*path.glob('*.gguf')][:1])
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
                             f'or in its folder model/{found}')
 

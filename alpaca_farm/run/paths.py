@@ -63,14 +63,9 @@ def looks_like_hub(value: str) -> bool:
     return not os.path.isdir(at_root(owner))
 
 # %% ../../nbs/run/paths.ipynb #a3c1d0e8
-def missing_path(value: str) -> str:
+def missing_path() -> str:
     "Say where a path was looked for: the end of an error message."
     return f'there is no such file or folder under {root()}'
-
-# %% ../../nbs/run/paths.ipynb #decd1586
-def _reason(error: Exception) -> str:
-    "Return the first line of an error."
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 # %% ../../nbs/run/paths.ipynb #2df16385
 def hub_snapshot(value: str) -> str:
@@ -82,5 +77,6 @@ def hub_snapshot(value: str) -> str:
         return snapshot_download(name, revision=revision or None, allow_patterns=files,
                                  ignore_patterns=['*/*', 'consolidated*'])
     except Exception as e:
+        why = (str(e).splitlines() or [type(e).__name__])[0]
         raise FileNotFoundError(f'{value}: revision {revision!r} of {name} is neither in the cache '
-                                f'of the hub nor could it be downloaded ({_reason(e)})') from e
+                                f'of the hub nor could it be downloaded ({why})') from e

@@ -74,12 +74,10 @@ class Progress:
 
     def __init__(self,
         name: str,
-        total: int,         # steps
-        every: float = 1.,  # seconds between two drawings
+        total: int,   # steps
     ):
         self.name = name
         self.total = total
-        self.every = every
         self.line = name
         self.first = None   # the first step shown, and when
         self.last = 0.
@@ -96,12 +94,12 @@ class Progress:
         value: float | None = None,   # the curve's next
         left: float | None = None,    # seconds, if known; else as the steps since the first one
     ):
-        "Show how many steps are done, at most once in `every` seconds."
+        "Show how many steps are done, at most once in a second."
         now = time.monotonic()
         over = step >= self.total
         if value is not None: self.points.append((step, value))
         if self.first is None: self.first = step, now   # later ones do not load and compile
-        if not over and now - self.last < self.every: return
+        if not over and now - self.last < 1: return
         self.last = now
         taken = step - self.first[0]
         if left is None and taken: left = (now - self.first[1])/taken*(self.total - step)

@@ -150,6 +150,7 @@ def resolve(spec: str):
     if not (module and name): raise ValueError(f'{spec!r}: write "package.module:name"')
     if str(root()) not in sys.path: sys.path.append(str(root()))
     try: imported = importlib.import_module(module)
+    except SyntaxError as e: raise ValueError(f'{spec!r}: {module} is not Python ({e})') from None
     except (ModuleNotFoundError, TypeError) as e:   # TypeError: a relative name
         if isinstance(e, ModuleNotFoundError) and not f'{module}.'.startswith(f'{e.name}.'): raise
         raise ValueError(f'{spec!r}: no module {module}, installed or in {root()}') from None
@@ -382,7 +383,7 @@ def check_path(
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
     if not value or os.path.exists(at_root(value)) or looks_like_hub(value): return
-    raise FileNotFoundError(f'{name} = {value!r}: {missing_path(value)}')
+    raise FileNotFoundError(f'{name} = {value!r}: {missing_path()}')
 
 # %% ../../nbs/run/settings.ipynb #d23e7af2
 @patch
@@ -558,7 +559,7 @@ def from_args(
         known = [f.name for f in fields(cls)]
         refuse_unknown(cls.__name__, [u.lstrip('-').partition('=')[0] for u in unknown], known)
         for file in options.pop('f'):
-            if not os.path.isfile(file): raise FileNotFoundError(f'-f {file}: {missing_path(file)}')
+            if not os.path.isfile(file): raise FileNotFoundError(f'-f {file}: {missing_path()}')
             settings |= read_yaml(file)
         for name, words in options.items():
             one = isinstance(words, list) and len(words) == 1

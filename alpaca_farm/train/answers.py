@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
-           'sample_answers', 'answer_figures', 'log_ratios', 'same_tokens', 'load_split', 'load_splits',
+           'sample_answers', 'answer_figures', 'log_ratios', 'same_tokens', 'load_split', 'load_splits', 'kl_figures',
            'answer_eval_split']
 
 # %% ../../nbs/train/answers.ipynb #56c94270
@@ -284,6 +284,19 @@ def load_splits(
     return [load_split(cfg, name) for name in settings if name == 'split' or getattr(cfg, name)]
 
 # %% ../../nbs/train/answers.ipynb #87ef9631
+def kl_figures(
+    ratios: list[float],  # log-ratios of answers, in nats
+) -> dict[str, float]:
+    """Compute the mean KL, in nats per answer, and its standard error.
+
+    Parameters:
+      ratios : log-ratios of answers, in nats
+    """
+    figures = dict(kl=mean(ratios))
+    if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)
+    return figures
+
+
 def answer_eval_split(
     policy: Policy, run,
     reference: Policy | None = None,  # policy from which the KL is measured; None: not measured
@@ -307,7 +320,4 @@ def answer_eval_split(
     figures = answer_figures(outputs)
     if reference is None: return figures
     prompts = encode_prompts(answered, reference.tokenizer, cfg.template)   # no control tokens
-    ratios = log_ratios(reference, prompts, samples, cfg)
-    figures['kl'] = mean(ratios)
-    if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)
-    return figures
+    return figures | kl_figures(log_ratios(reference, prompts, samples, cfg))

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from ..data.dialogues import prompt_key
 from ..data.pairs import swap_outputs
+from ..judging.label_files import is_true
 from ..data.records import load_records
 from ..data.text import encode
 from ..model.logprobs import response_logprobs
@@ -38,7 +39,7 @@ def hold_out(
     random.Random(seed).shuffle(order)
     n = len(records)
     wanted = min(500, max(1, n//5)) if held_out < 0 else held_out
-    marked = {i for i, r in enumerate(records) if r.get('held_out') and wanted}
+    marked = {i for i, r in enumerate(records) if is_true(r.get('held_out')) and wanted}
     apart = {*marked}
     for prompt in order:
         rows = same[prompt]

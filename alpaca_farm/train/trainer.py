@@ -63,22 +63,21 @@ def batches(
     batch_size: int,
     epochs: int = 1,
     seed: int = 0,
-    block: int = 16,     # batches among which examples are sorted by length
 ) -> list[list[int]]:  # indices of the examples of each step
     """The batches of all epochs: shuffled, sorted by length within blocks, and shuffled again.
 
     Parameters:
       lengths : tokens of each example
-      block : batches among which examples are sorted by length
     Returns: indices of the examples of each step
     """
+    size = 16*batch_size   # examples that are sorted by length
     out = []
     for epoch in range(epochs):
         g = torch.Generator().manual_seed(step_seed(seed, epoch))
         order = torch.randperm(len(lengths), generator=g).tolist()
         rows = []
-        for start in range(0, len(order), batch_size * block):
-            alike = sorted(order[start:start + batch_size * block], key=lengths.__getitem__)
+        for start in range(0, len(order), size):
+            alike = sorted(order[start:start + size], key=lengths.__getitem__)
             for i in range(0, len(alike), batch_size): rows.append(alike[i:i + batch_size])
         for i in torch.randperm(len(rows), generator=g).tolist(): out.append(rows[i])
     return out

@@ -71,7 +71,7 @@ def _check_start(world: World, where: str):
     name = world.model
     if not at_root(name).exists() and not looks_like_hub(name):
         setting = 'policy' if world.policy else 'base'
-        raise ValueError(f'{where}: {setting} = {name!r}: {missing_path(name)}')
+        raise ValueError(f'{where}: {setting} = {name!r}: {missing_path()}')
 
 
 def _check_judges(world: World, where: str):

@@ -130,6 +130,15 @@ def test_prompts_that_the_model_cannot_read_are_refused_first(mine):
         check(limit - 109)
 
 
+def test_a_judge_that_does_not_work_is_named_before_any_work(mine, tmp_path):
+    "One that is written for a single pair, and a file that is not Python."
+    (tmp_path/'single_judge.py').write_text("def one(pair): return 1 + (pair['output_1'] == 'x')")
+    (tmp_path/'broken_judge.py').write_text('def one(pair) return 1')
+    for judge, why in (('single_judge:one', 'failed on a first answer'), ('broken_judge:one', 'is not Python')):
+        with pytest.raises(ValueError, match=f'judge = .*{why}'):
+            _read_own(Run(BringYourOwnConfig(**mine | dict(judge=judge)), dict(settings={})))
+
+
 def test_every_method_has_settings_that_exist(mine, tmp_path):
     "On its own settings, and with an adapter and a template."
     given = mine | dict(methods=[*METHODS], lora_rank=2, template='alpaca', max_prompt=140)

@@ -18,11 +18,13 @@ from alpaca_farm.data.dialogues import as_messages, prompt_key
 from alpaca_farm.data.formats import CODES, FIELDS, READERS
 from alpaca_farm.data.records import _read_candidates, check_records, load_records, read_rows
 from alpaca_farm.data.text import encode
-from alpaca_farm.judging.judges import read_recorded
+from alpaca_farm.judging.judges import read_recorded, RecordedLabels
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.look_at_data import find_odd, read_parts
+from alpaca_farm.reward_model import margins
 from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.run.runs import Run
+from alpaca_farm.train.labelled import hold_out
 from published import KINDS, rated, RED, safe, vote, WRONG
 from tiny import write
 
@@ -737,3 +739,29 @@ def test_any_records_are_valid_or_refused_by_name(folder, rows, kind):
     if found is not None:
         assert check_records(found, kind, 'again') == found
         assert len(found) <= len(rows)
+
+
+NUMBERS = [dict(instruction='Say 1.', output='1', label='0.1'), dict(instruction='Say 2.', output='2', label='0.9')]
+def test_numbers_may_be_texts_as_in_a_csv_file(tmp_path):
+    "Labels of single answers, and margins."
+    assert [r['label'] for r in load_records(write(tmp_path/'a.json', NUMBERS), kind='output')] == [.1, .9]
+    assert margins([dict(P, lead='0.5')], name='lead') == [.5]
+    for bad in ('-1', 'nan', 'x', None):
+        with pytest.raises(ValueError, match='lead'):
+            margins([dict(P, lead=bad)], name='lead')
+
+
+@pytest.mark.parametrize('true, false', [(True, False), ('True', 'False'), ('1', '0'), ('yes', 'no'), (1, '')])
+def test_what_is_held_out_may_be_said_in_texts(true, false):
+    rows = [dict(instruction=f'Say {i}.', held_out=true if i < 4 else false) for i in range(20)]
+    assert hold_out(rows, -1, 0)[1] == [*range(4)]
+
+
+def test_a_label_is_found_whatever_ends_the_lines(tmp_path):
+    "As a table program saves people's labels of answers with several lines."
+    answers = dict(instruction='Say.', input='', output_1='a\nb', output_2='c')
+    labels = write(tmp_path/'labels.json', [dict(answers, output_1='a\r\nb', preference=2)])
+    assert RecordedLabels(read_recorded(labels))([answers]) == [2.]
+    (pairs,) = load_sets([write(tmp_path/'people.json', [dict(answers, votes=dict(a=1))])]).values()
+    (verdicts,) = recorded_verdicts(labels, '', dict(people=pairs)).values()
+    assert verdicts.preferences.ravel().tolist().count(2.) == 1

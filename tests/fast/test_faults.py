@@ -65,7 +65,8 @@ COMMANDS = list(commands_on_the_embedded_world())
 def with_input(kind, name, path):
     "Settings of which one input is named, twice where there may be several."
     several = isinstance(getattr(kind(), name), list)
-    return kind(**{name: [path]*2 if several else path})
+    twice = [path, os.path.join(path, '')] if os.path.isdir(path) else [path]
+    return kind(**{name: twice if several else path})
 
 
 def test_most_commands_stand_on_the_embedded_world(): assert len(COMMANDS) > 15

@@ -120,6 +120,9 @@ def test_the_command_is_one_that_begins(base, tmp_path, kind):
     words = shlex.split(training_command(read_parts(file), cfg))
     assert words[1] == f'nbs/{method}.ipynb'
     written = tiny.given(words)
+    if method == 'annotators':   # whom only the user can name
+        assert written['annotators'] == 'my_module:my_judge'
+        written['annotators'] = 'alpaca_farm.boards.agreement:prefer_longer'
     tiny.check_settings(method, written)
     own = tiny.config(method, **written)
     assert file in vars(own).values()
@@ -246,3 +249,13 @@ def test_a_sampled_answer_is_not_said_to_be_learned(base, tmp_path, capsys):
     assert "<sep>'\n  its answer is sampled, until '</s>'" in said
     assert 'learned' not in said
     assert said.count('the first of') == 1
+
+
+def test_labels_that_nothing_reads_are_not_called_used(base, tmp_path, capsys):
+    "A column `label` beside two answers; `held_out` is read."
+    rows = [dict(r, label=i % 2, held_out=i < 3) for i, r in enumerate(KINDS['pair'][0])]
+    out = tiny.run('look_at_data', base, tmp_path/'look', data=tiny.write(tmp_path/'a.json', rows))
+    said = capsys.readouterr().out
+    assert 'not used: label' in said
+    assert 'the answer is good' not in said
+    assert 'to have it labelled' in said
