@@ -76,7 +76,7 @@ assignment: .venv/ready  ## the course's exercises for students, into runs/exerc
 	$(BIN)/python tools/course.py assignment runs/exercises.ipynb
 
 grade: .venv/ready       ## points of the exercises in FILE, and what is wrong in words
-	$(BIN)/python tools/course.py grade $(FILE)
+	$(BIN)/python tools/course.py grade "$(FILE)"
 
 clean:                   ## remove the environment; runs/ stays
 	rm -rf .venv

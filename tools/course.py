@@ -16,16 +16,22 @@ import functools
 import importlib
 import inspect
 import io
+import itertools
 import json
+import math
 import multiprocessing
+import os
 import re
 import sys
 import textwrap
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
+from IPython.display import display
 
 sys.path.insert(0, str(Path(__file__).parents[1]/'tests'))
 import tiny
@@ -40,7 +46,17 @@ DECISIONS = 'ppo', 'dpo', 'undecided'
 SECONDS = 20   # that a function may take for all its cases
 ALLOWED = {'torch', 'numpy', 'math', 'itertools', 'statistics', 'random', 're', 'collections',
            'functools'}
-REFUSED = {'open', 'exec', 'eval', 'compile', 'input', '__import__', 'globals', 'getattr'}
+REFUSED = {'open', 'exec', 'eval', 'compile', '__import__', 'globals', 'getattr'}
+# attributes that are refused: re.compile is none of them, torch.os is
+OUTSIDE = {'open', 'exec', 'os', 'sys', 'builtins', 'importlib', 'subprocess', 'pickle'}
+OF_PANDAS = {'eval', 'query', 'read_pickle'}   # they execute texts and files
+# names that functions may use
+GIVEN = dict(bootstrap=bootstrap, display=display, F=F, itertools=itertools, math=math, np=np,
+             pd=pd, plt=plt, re=re, torch=torch)
+# %%time, %timeit f(), !pip list, ?f and f?
+MAGIC = re.compile(r'(?m)^([ \t]*)(?:%%?[a-z].*|!(?!=).*|\?.*|[\w.]+\?\??[ \t]*)$')
+NOTEBOOKS = '.ipynb', '.ipynb.json', '.ipynb.txt'   # as mail and browsers name them
+THREE = 'three numbers are asked for: (value, low, high)'
 
 
 def answers(notebook: dict) -> dict[str, str]:
@@ -72,7 +88,7 @@ def blank(source: str) -> str:
 
 
 def write_assignment(path):
-    "Write the exercises with their answers blanked, and without outputs."
+    "Write the exercises with their answers blanked, and without outputs; ValueError over answers."
     notebook = read_json(notebook_path('exercises'))
     for cell in notebook['cells']:
         source = ''.join(cell['source'])
@@ -83,7 +99,15 @@ def write_assignment(path):
             source = source.removeprefix('#| slow\n')
             if 'nbgrader' in cell['metadata']: source = blank(source)
         cell['source'] = source.splitlines(True)
+    if Path(path).exists() and not is_blank(Path(path), answers(notebook)):
+        raise ValueError(f'{path} is there already: move it, or name another file')
     write_json(Path(path), notebook)
+
+
+def is_blank(path: Path, blanks: dict) -> bool:
+    "Whether a file is the assignment, without a single answer."
+    try: return answers(read_submission(path)) == blanks
+    except ValueError: return False
 
 
 def plain(x):
@@ -105,24 +129,38 @@ def same(one, two, tolerance: float) -> bool:
     except (TypeError, ValueError): return False
 
 
+def without_magic(source: str) -> str:
+    "A cell that is not Python, with `pass` for what only Jupyter runs: %%time, !pip, dpo_loss?"
+    try: ast.parse(source)
+    except SyntaxError: return MAGIC.sub(r'\1pass', source)
+    return source
+
+
 def refusal(source: str) -> str:
     "Why a cell is not executed; empty if it may be."
     try: tree = ast.parse(source)
     except SyntaxError as e: return f'it is not Python (line {e.lineno}: {e.msg})'
+    outside = OUTSIDE | OF_PANDAS if re.search(r'\bpd\b', source) else OUTSIDE
     for node in ast.walk(tree):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom): names = [node.module or '.']
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or '.']
+            names += [a.name for a in node.names if a.name.lstrip('_') in OUTSIDE]
         odd = [n for n in names if n.split('.')[0] not in ALLOWED]
         if odd and odd[0].startswith('alpaca_farm'): return "it is the library's"
         if odd: return f'it imports {odd[0]}, which no exercise needs: not executed'
         used = getattr(node, 'id', getattr(node, 'attr', ''))
-        if used in REFUSED or used.startswith('__'):
+        if isinstance(node, ast.Attribute): refused = used.lstrip('_') in outside
+        else: refused = used in REFUSED
+        if refused or used.startswith('__'):
             return f'it uses {used}, which no exercise needs: not executed'
     return ''
 
 
-def _child(source, name, cases, known, pipe):
+def _child(source, name, cases, more, pipe):
     torch.set_num_threads(1)
+    plt.switch_backend('agg')   # no windows
+    known = GIVEN | more
     try:
         exec(source, known)
         if name not in known:
@@ -133,15 +171,19 @@ def _child(source, name, cases, known, pipe):
         pipe.send(json.dumps(dict(found=found)))
     except NotImplementedError: pipe.send(json.dumps(dict(error='not done yet')))
     except BaseException as e:
-        pipe.send(json.dumps(dict(error=f'it fails with {type(e).__name__}: {e}'[:200])))
+        said = f'it fails with {type(e).__name__}: {e}'[:200]
+        if type(e) is NameError:
+            said += ': the grader does not have this name; see *What your functions may use*'
+        pipe.send(json.dumps(dict(error=said)))
 
 
-def results(source: str, name: str, cases: list, known: dict):
-    "What a submitted function returns for each case, or a text that says why nothing."
+def results(source: str, name: str, cases: list, more: dict):
+    "What a function returns for each case, given more names, or a text that says why nothing."
+    source = without_magic(source)
     if why := refusal(source): return why
     context = multiprocessing.get_context('fork' if sys.platform == 'linux' else 'spawn')
     here, there = context.Pipe(False)
-    process = context.Process(target=_child, args=(source, name, cases, dict(known), there))
+    process = context.Process(target=_child, args=(source, name, cases, more, there))
     process.start()
     there.close()
     try:
@@ -156,10 +198,9 @@ def results(source: str, name: str, cases: list, known: dict):
 
 def grade_function(name: str, source: str, names: dict) -> tuple[float, str]:
     "Points, of 4, and what is wrong."
-    known = {k: names[k] for k in ('torch', 'F', 'np', 'math', 'itertools', 're')}
-    if name == 'judge': return grade_judge(source, names, known)
+    if name == 'judge': return grade_judge(source, names)
     check = CHECKS[name]
-    found = results(source, name, check.cases, known)
+    found = results(source, name, check.cases, {})
     if isinstance(found, str): return 0, found
     right = [plain(names[name](*case)) for case in check.cases]
     pairs = [same(a, b, check.tolerance) for a, b in zip(found, right)]
@@ -202,14 +243,15 @@ def shape(x):
     except ValueError: return 'ragged'
 
 
-def grade_judge(source: str, names: dict, known: dict) -> tuple[float, str]:
+def grade_judge(source: str, names: dict) -> tuple[float, str]:
     "Points of a judge, by other pairs than the student's own."
     truth = names['sample_truth'](987_654)   # of the world of these pairs
-    known |= {k: names[k] for k in ('ASKERS', 'PHRASES')} | dict(WANTED=truth.wanted)
+    more = {k: names[k] for k in ('ASKERS', 'PHRASES', 'mark_difference', 'quality')}
+    more |= dict(WANTED=truth.wanted, truth=truth)
     pairs = [{k: p[k] for k in ('instruction', 'input', 'output_1', 'output_2')}
              for p in names['voted_pairs'](987_654)]
     turned = [dict(p, output_1=p['output_2'], output_2=p['output_1']) for p in pairs]
-    found = results(source, 'judge', [(pairs,), (turned,)], known)
+    found = results(source, 'judge', [(pairs,), (turned,)], more)
     if isinstance(found, str): return 0, found
     if any(np.shape(x) != (len(pairs),) or not np.isin(x, (1, 1.5, 2)).all() for x in found):
         return 0, 'it must return 1, 1.5 or 2 for each pair'
@@ -259,16 +301,25 @@ def of_own_world(handed: dict) -> bool:
     return asked == [r['instruction'] for r in sample_splits(cfg)['eval']][:len(asked)]
 
 
+def three_numbers(said) -> list[float]:
+    "An answer's value, low and high; empty if they are not three numbers, or not finite."
+    if not isinstance(said, list) or len(said) != 3: return []
+    try: numbers = [float(x) for x in said]
+    except (TypeError, ValueError, OverflowError): return []
+    return numbers if np.isfinite(numbers).all() else []
+
+
 def grade_number(n: int, handed: dict, names: dict, own: bool) -> tuple[float, str]:
     "Points, of 3, and what is wrong."
     said = handed['found'].get(str(n))
     if said is None: return 0, 'not done yet'
     if n > 1 and not own:
         return 0, f'the requests are not those of the world of student {handed["student"]}'
-    value, low, high = map(float, said)
+    if not three_numbers(said): return 0, THREE
+    value, low, high = three_numbers(said)
     truth = measured(n, handed, names)
     if n != 7: truth = bootstrap(truth)
-    if abs(value - truth[0]) > .15 + .03*(n == 7)*(truth[2] - truth[1]):
+    if not abs(value - truth[0]) <= .15 + .03*(n == 7)*(truth[2] - truth[1]):   # or it is nan
         return 0, f'the value is {value:.1f}, and the answers handed in have {truth[0]:.1f}'
     width = (high - low + 1e-9)/(truth[2] - truth[1] + 1e-9)   # 1 where no answer differs
     if .8 <= width <= 1.25 and low <= value <= high: return 3, ''
@@ -282,7 +333,7 @@ def handed_in(notebook: dict) -> dict:
     for cell in reversed(notebook['cells']):
         for output in cell.get('outputs', []):
             found = output.get('data', {}).get('application/json')
-            if found: return found
+            if isinstance(found, dict) and 'student' in found: return found
     raise ValueError('the last cell has no output: run it and save the notebook')
 
 
@@ -304,13 +355,16 @@ def grade_answer(name, source, handed, names, own) -> tuple[float, str]:
 def read_submission(path: Path) -> dict:
     "Read a notebook that was handed in; ValueError says in a line why it cannot be graded."
     if not path.is_file(): raise ValueError(f'{path}: there is no such file')
-    text = path.read_text(encoding='utf-8', errors='replace')
+    text = path.read_text(encoding='utf-8-sig', errors='replace')
     if not text.strip(): raise ValueError(f'{path}: the file is empty')
-    try: cells = json.loads(text)['cells']
-    except (ValueError, KeyError, TypeError):
+    try:
+        notebook = dict(cells=[])
+        for cell in json.loads(text)['cells']:
+            notebook['cells'].append(dict(cell, metadata=cell.get('metadata', {})))
+        given = answers(notebook)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f'{path}: it is not a notebook') from None
-    notebook = dict(cells=[dict(cell, metadata=cell.get('metadata', {})) for cell in cells])
-    if not answers(notebook):
+    if not given:
         raise ValueError(f'{path}: no cell is an answer. Is it the file of `make assignment`?')
     return notebook
 
@@ -327,13 +381,12 @@ def grade(path) -> tuple[dict, list[str]]:
     names = solution()
     given = answers(notebook)
     lines = []
+    handed = dict(student='?', predicted={}, found={}, evidence={})
+    own = False
     try:
         handed = handed_in(notebook)
         own = of_own_world(handed)
-    except Exception as e:
-        lines.append(f'{e}')
-        handed = dict(student='?', predicted={}, found={}, evidence={})
-        own = False
+    except Exception as e: lines.append(f'{e}')
     lines.append(f'student {handed["student"]}')
     row = dict(student=handed['student'])
     for name in points_of_answers():
@@ -356,16 +409,34 @@ def total(row: dict) -> float:
     return sum(row.get(name, 0) for name in points_of_answers())
 
 
+def files_of_class(folder: Path) -> tuple[list[Path], list[str]]:
+    "A folder's notebooks, and the names of other files, but for those that grading writes."
+    found, others = [], []
+    for path in sorted(folder.rglob('*')):
+        name = path.relative_to(folder).as_posix()
+        if path.parent.name == '.ipynb_checkpoints' or path.name.startswith('._'): continue
+        if not path.is_file() or name == 'grades.csv' or name.endswith('.grade.txt'): continue
+        if name.lower().endswith(NOTEBOOKS): found.append(path)
+        else: others.append(name)
+    return found, others
+
+
 def grade_class(folder: Path) -> pd.DataFrame:
     "Grade each notebook of a folder, its lines beside it as text; a table by file."
+    found, others = files_of_class(folder)
+    if others: print('not graded:', textwrap.shorten(', '.join(others), 1000))
+    if not found: raise ValueError(f'{folder}: there is no notebook in it')
+    solution()   # what fails below is a student's
     rows = {}
-    for path in sorted(folder.rglob('*.ipynb')):
-        if path.parent.name == '.ipynb_checkpoints': continue
+    for path in found:
         try: row, lines = grade(path)
         except ValueError as e: row, lines = dict(student='?'), [f'{e}']
-        path.with_suffix('.txt').write_text('\n'.join(lines) + '\n', encoding='utf-8')
+        except Exception as e:
+            row = dict(student='?')
+            lines = [f'{path}: it cannot be read ({type(e).__name__}: {e})']
+        said = path.with_name(f'{path.name}.grade.txt')
+        said.write_text('\n'.join(lines) + '\n', encoding='utf-8')
         rows[path.relative_to(folder).as_posix()] = dict(row, total=total(row))
-    if not rows: raise ValueError(f'{folder}: there is no notebook in it')
     table = pd.DataFrame(rows).T.reindex(columns=['student', *points_of_answers(), 'total'])
     table = table.fillna(0).rename_axis('file')
     table.to_csv(folder/'grades.csv')
@@ -374,28 +445,31 @@ def grade_class(folder: Path) -> pd.DataFrame:
 
 def grade_decision(handed: dict) -> tuple[float, str]:
     "Points of the decision, by the student's own interval."
-    _, low, high = handed['found'].get('8') or (0, 0, 0)
-    right = 'ppo' if low > 0 else 'dpo' if high < 0 else 'undecided'
     said = handed['found'].get('keep')
     if said is None: return 0, 'not done yet'
     word = str(said).strip().lower()
     if word not in DECISIONS: return 0, f'{said!r} is none of {", ".join(DECISIONS)}'
+    interval = three_numbers(handed['found'].get('8'))
+    if not interval: return 0, f'of found[8] {THREE}'
+    _, low, high = interval
+    right = 'ppo' if low > 0 else 'dpo' if high < 0 else 'undecided'
     if word == right: return 3, ''
     return 0, f'{word}, though the interval of the difference says {right}'
 
 
 def main(words: list[str]):
     "Write the assignment, or print the grades of a file or a class."
-    if len(words) != 2 or words[0] not in ('assignment', 'grade'):
+    if len(words) != 2 or words[0] not in ('assignment', 'grade') or not words[1]:
         sys.exit('assignment FILE, or grade FILE or FOLDER: make grade FILE=runs/exercises.ipynb')
-    todo, path = words[0], Path(words[1])
-    if todo == 'assignment': return write_assignment(path)
+    todo, path = words[0], Path(os.path.expanduser(words[1]))
     whole = sum(points_of_answers().values())
     try:
-        if path.is_dir():
+        if todo == 'assignment': write_assignment(path)
+        elif path.is_dir():
             table = grade_class(path)
             print(table[['student', 'total']].to_string())
-            print(f'of {whole} points. By answer: {path}/grades.csv; in words: .txt beside each')
+            print(f'of {whole} points. By answer: {path}/grades.csv; '
+                  'in words: .grade.txt beside each')
         else:
             row, lines = grade(path)
             print(*lines, f'{total(row):.1f} of {whole} points', sep='\n')

@@ -2,6 +2,9 @@
 import itertools
 import json
 import re
+import shlex
+import subprocess
+import sys
 from functools import cache
 
 import pandas as pd
@@ -199,6 +202,12 @@ WRONG = [
     ('dpo_loss', 'def', 'import os\ndef', 'imports os'),
     ('dpo_loss', 'def', 'from alpaca_farm.dpo import dpo_loss\ndef', "library's"),
     ('dpo_loss', 'def', 'open("x")\ndef', 'uses open'),
+    ('dpo_loss', 'def', 'torch.os.system("x")\ndef', 'uses os'),
+    ('dpo_loss', 'def', 'from torch import os\ndef', 'imports os'),
+    ('dpo_loss', 'def', 'pd.eval("torch.os")\ndef', 'uses eval'),
+    ('dpo_loss', 'def', 'input()\ndef', 'EOFError'),
+    ('dpo_loss', 'F.softplus', 'softplus',
+     "'softplus' is not defined: the grader does not have this name; see *What your functions"),
     ('dpo_loss', 'def', 'd e f', 'not Python'),
     ('dpo_loss', 'return ', 'return # ', 'returns nothing'),
     ('dpo_loss', 'def dpo_loss', 'def mine', 'no function dpo_loss'),
@@ -216,6 +225,33 @@ def test_a_wrong_function_loses_points_by_a_sentence(name, right, wrong, said, m
     points, why = course.grade_function(name, RIGHT[name].replace(right, wrong), solved())
     assert points < 3
     assert said in why
+
+
+@pytest.mark.parametrize('name', ['judge', 'difference'])
+def test_what_the_solution_writes_out_has_full_marks(name):
+    source = course.answers(read_json(tiny.ROOT/'nbs'/'exercises.ipynb'))[name]
+    assert course.grade_function(name, source, solved()) == (4, '')
+
+
+@pytest.mark.parametrize('more', [
+    're.compile("a.c")', 'torch.nn.Linear(2, 2).eval()', 'input = [1, 2]',
+    'display(pd.Series([1]))', 'plt.plot([1, 2])', '%%time', '%timeit dpo_loss', '!pip list', 'dpo_loss?', '?torch.max'])
+def test_what_a_right_answer_may_have_beside_it(more):
+    source = f'{more}\n{RIGHT["dpo_loss"]}'
+    assert course.grade_function('dpo_loss', source, solved()) == (4, '')
+
+
+def test_lines_that_only_jupyter_runs_are_left_out_where_they_stand():
+    assert course.without_magic('if 1:\n    %time f()\nf?') == 'if 1:\n    pass\npass'
+    for python in ('x = (5\n%n)', '"""\n!pip\n"""', 'x = (a\n!= b)'):
+        assert course.without_magic(python) == python
+
+
+def test_functions_are_graded_where_processes_are_not_forked(monkeypatch):
+    "As on a Mac: what a function may use is there in a process that starts anew."
+    monkeypatch.setattr(sys, 'platform', 'darwin')
+    monkeypatch.setattr(course, 'SECONDS', 120)
+    assert course.grade_function('judge', RIGHT['judge'], solved()) == (4, '')
 
 
 def test_every_fault_differs_from_the_solution_and_from_the_others():
@@ -270,16 +306,29 @@ def test_a_submission_has_the_points_that_it_deserves(submission, tmp_path):
     def empty(handed):
         handed['found']['4'] = handed['predicted']['4'] = None
         handed['found']['5'] = 'seventy'
+    def nan(handed): handed['found']['3'] = ['nan']*3
+    def single(handed): handed['found'].update({'7': 50., '3': [50.]})
+    def void(handed): handed['evidence']['judge'] = ['nan']*400
+    def undecided(handed): handed['found'].update({'8': 4., 'keep': 'undecided'})
+    def long(handed): handed['student'] = 2**32 + 7
     def off(handed): handed['found']['4'][0] += 5
     def against(handed): handed['found'].update({'8': [9., 8., 10.], 'keep': 'dpo'})
     def aside(handed): handed['found'].update({'8': [9., 8., 10.], 'keep': 'neither'})
     for change, lost, words in (
             (wide, 1, 'spread of single answers'), (off, 3, 'answers handed in have'),
             (other, 24, 'not those of the world of student 8'), (empty, 7, 'not done yet'),
+            (nan, 3, 'three numbers are asked for: (value, low, high)'),
+            (single, 6, 'three numbers are asked for: (value, low, high)'),
+            (void, 3, 'answers handed in have nan'),
+            (undecided, 6, 'of found[8] three numbers are asked for'),
             (against, 6, 'interval of the difference says ppo'),
             (aside, 6, "'neither' is none of ppo, dpo, undecided")):
         total, said = graded(submission, path, change)
         assert whole - total == pytest.approx(lost, abs=1.1) and words in said, said
+    total, said = graded(submission, path, long)
+    assert f'student {2**32 + 7}' in said
+    assert re.search('^predicted_1 +1.0 of 1', said, re.M)
+    assert re.search('^found_1 .*answers handed in have', said, re.M)   # they are read
     unsaved = dict(cells=[dict(c, outputs=[]) for c in submission['cells']])
     total, said = graded(unsaved, path)
     assert total == 40
@@ -304,6 +353,35 @@ def test_the_assignment_has_the_functions_without_their_bodies(tmp_path):
     row, lines = course.grade(tmp_path/'a.ipynb')
     assert course.total(row) == 0
     assert any('not done yet' in line for line in lines)
+
+
+def test_an_assignment_with_answers_is_not_overwritten(tmp_path):
+    path = tmp_path/'a.ipynb'
+    for again in range(2): course.main(['assignment', str(path)])
+    worked = path.read_text().replace('predicted[1] = None', 'predicted[1] = 70')
+    for text in (worked, 'notes'):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match='is there already: move it, or name another') as said:
+            course.main(['assignment', str(path)])
+        assert '\n' not in str(said.value)
+        assert path.read_text() == text
+
+
+def test_a_student_number_that_is_too_long_is_refused_before_unit_1():
+    cells = [''.join(c['source']) for c in read_json(tiny.ROOT/'nbs'/'exercises.ipynb')['cells']]
+    first = next(text for text in cells if text.startswith('assert'))
+    for number in (2**32, 20261234567, -1):
+        with pytest.raises(AssertionError, match=f'nine digits .*: student = {number % 10**9}$'):
+            exec(first, dict(solved(), student=number))
+    exec(first, dict(solved(), student=2**32 - 1))
+    assert cells.index(first) < next(k for k, text in enumerate(cells) if '## 1.' in text)
+
+
+@pytest.mark.parametrize('file', ['handed in/Ann Lee.ipynb', "O'Neil.ipynb", ''])
+def test_make_grades_a_file_whatever_its_name(file):
+    command = ['make', '-n', '--no-print-directory', '-o', '.venv/ready', 'grade', f'FILE={file}']
+    said = subprocess.check_output(command, cwd=tiny.ROOT, text=True)
+    assert shlex.split(said.splitlines()[-1])[-2:] == ['grade', file]
 
 
 def test_a_decision_counts_however_it_is_written():
@@ -349,6 +427,9 @@ def test_a_missing_a_divided_and_a_copied_cell(submission, tmp_path):
 
 @pytest.mark.parametrize('text, words', [
     ('', 'the file is empty'), ('{"cells', 'not a notebook'), ('[]', 'not a notebook'),
+    ('{"cells": null}', 'not a notebook'), ('{"cells": [1]}', 'not a notebook'),
+    ('{"cells": [{"metadata": null, "source": "1"}]}', 'not a notebook'),
+    ('{"cells": [{"metadata": {"nbgrader": {"grade_id": "gae"}}}]}', 'not a notebook'),
     ('{"cells": [{"cell_type": "code", "source": "1"}]}', 'no cell is an answer')])
 def test_what_cannot_be_graded_is_said_in_a_line(tmp_path, text, words):
     (tmp_path/'a.ipynb').write_text(text)
@@ -358,7 +439,8 @@ def test_what_cannot_be_graded_is_said_in_a_line(tmp_path, text, words):
 
 
 def test_commands_that_are_incomplete_are_said_in_a_line(tmp_path):
-    for words in (['grade'], [], ['grade', str(tmp_path/'none.ipynb')], ['grade', str(tmp_path)]):
+    for words in (['grade'], ['grade', ''], [], ['grade', str(tmp_path/'none.ipynb')],
+                  ['grade', str(tmp_path)]):
         with pytest.raises(SystemExit) as refused:
             course.main(words)
         assert str(refused.value)
@@ -366,15 +448,37 @@ def test_commands_that_are_incomplete_are_said_in_a_line(tmp_path):
 
 
 def test_a_class_gets_one_table(submission, tmp_path, capsys):
-    for name in ('ann', 'bea'):
-        (tmp_path/f'{name}.ipynb').write_text(json.dumps(submission))
+    text = json.dumps(submission)
+    for name in ('ann.ipynb', 'bea.ipynb.json', 'DAN.IPYNB'): (tmp_path/name).write_text(text)
     (tmp_path/'cem.ipynb').write_text('')
-    course.main(['grade', str(tmp_path)])
-    printed = capsys.readouterr().out
-    for name, points in (('ann', '75'), ('bea', '75'), ('cem', '0')):
-        assert re.search(rf'^{name}.ipynb .* {points}(\.0)?$', printed, re.M), printed
+    (tmp_path/'eve.ipynb.txt').write_text('{"cells": null}')
+    (tmp_path/'__MACOSX').mkdir()
+    (tmp_path/'__MACOSX'/'._ann.ipynb').write_text('x')
+    (tmp_path/'ann.txt').write_text('her own')
+    (tmp_path/'fay.zip').write_text('')
+    for again in range(2):   # what grading writes is not handed in
+        course.main(['grade', str(tmp_path)])
+        printed = capsys.readouterr().out
+        assert re.search('^not graded: ann.txt, fay.zip$', printed, re.M), printed
+    points = {'DAN.IPYNB': 75, 'ann.ipynb': 75, 'bea.ipynb.json': 75, 'cem.ipynb': 0,
+              'eve.ipynb.txt': 0}
+    for name, n in points.items():
+        assert re.search(rf'^{name} .* {n}(\.0)?$', printed, re.M), printed
     table = pd.read_csv(tmp_path/'grades.csv', index_col='file')
-    assert list(table.total) == [75, 75, 0]
+    assert dict(table.total) == points
     assert table.loc['ann.ipynb', 'gae'] == 4
-    assert 'the file is empty' in (tmp_path/'cem.txt').read_text()
-    assert 'student 7' in (tmp_path/'ann.txt').read_text()
+    assert 'the file is empty' in (tmp_path/'cem.ipynb.grade.txt').read_text()
+    assert 'not a notebook' in (tmp_path/'eve.ipynb.txt.grade.txt').read_text()
+    assert 'student 7' in (tmp_path/'ann.ipynb.grade.txt').read_text()
+    assert (tmp_path/'ann.txt').read_text() == 'her own'
+
+
+def test_a_class_is_graded_whatever_one_file_does(tmp_path, monkeypatch, capsys):
+    for name in ('ann', 'bea'): (tmp_path/f'{name}.ipynb').write_text('{}')
+    def fails(path):
+        if path.stem == 'ann': raise OSError('no more')
+        return dict(student=7), ['read']
+    monkeypatch.setattr(course, 'grade', fails)
+    course.main(['grade', str(tmp_path)])
+    assert 'cannot be read (OSError: no more)' in (tmp_path/'ann.ipynb.grade.txt').read_text()
+    assert (tmp_path/'bea.ipynb.grade.txt').read_text() == 'read\n'
