@@ -20,7 +20,7 @@ import numpy as np
 
 from ..ask.client import ApiClient, ApiConfig, ask, parse_mapping
 from ..ask.protocol import adapt_decoding, answer_text, parse_decoding, reading_advice
-from ..ask.protocol import reasons, REQUEST_FIELDS, token_usage
+from ..ask.protocol import is_reasoning, REQUEST_FIELDS, token_usage
 from ..data.dialogues import full_instruction, prompt_key
 from ..data.formats import as_records
 from ..data.pairs import answer_of, hash_uniform, head2head_pairs, is_preference
@@ -79,7 +79,7 @@ def _why_not(e, entry, models):
     if model not in models and api not in (None, 'openai_completions'):
         return (f'it asks {model} by {api}: serve the model behind an OpenAI-compatible endpoint '
                 f'and give its name: models = {{{model!r}: "..."}}')
-    if e.parser == 'logprob_parser' and reasons(e.decoding):
+    if e.parser == 'logprob_parser' and is_reasoning(e.decoding):
         return (f'it reads log-probs, which {e.decoding["model"]} does not return while it reasons: '
                 'set reasoning_effort to none if it can, or name a judge that reads text '
                 '(such as structured)')

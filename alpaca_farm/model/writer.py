@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..ask.client import ApiClient, ApiConfig, ask
 from ..ask.protocol import adapt_decoding, answer_text, parse_decoding
-from ..ask.protocol import reasons
+from ..ask.protocol import is_reasoning
 from ..data.dialogues import without_thoughts
 from ..data.pairs import hash_uniform
 from ..data.shown import example_text
@@ -199,7 +199,7 @@ class ServedWriter:
         ValueError for a model that returns no log-probs, since it reasons."""
         decoding = parse_decoding('decoding', self.cfg.decoding)
         effort = {k: v for k, v in decoding.items() if k == 'reasoning_effort'}
-        if reasons(dict(effort, model=self.model)):
+        if is_reasoning(dict(effort, model=self.model)):
             raise ValueError(f'{self.model} returns no log-probs while it reasons: name another '
                              'model, or decoding = ["reasoning_effort=none"] if it knows that')
         fields = []

@@ -74,10 +74,12 @@ class Progress:
 
     def __init__(self,
         name: str,
-        total: int,   # steps
+        total: int,         # steps
+        every: float = 1.,  # seconds between two drawings
     ):
         self.name = name
         self.total = total
+        self.every = every
         self.line = name
         self.first = None   # the first step shown, and when
         self.last = 0.
@@ -94,12 +96,12 @@ class Progress:
         value: float | None = None,   # the curve's next
         left: float | None = None,    # seconds, if known; else as the steps since the first one
     ):
-        "Show how many steps are done, at most once in a second."
+        "Show how many steps are done, at most once in `every` seconds."
         now = time.monotonic()
         over = step >= self.total
         if value is not None: self.points.append((step, value))
         if self.first is None: self.first = step, now   # later ones do not load and compile
-        if not over and now - self.last < 1: return
+        if not over and now - self.last < self.every: return
         self.last = now
         taken = step - self.first[0]
         if left is None and taken: left = (now - self.first[1])/taken*(self.total - step)
