@@ -29,7 +29,7 @@ from .run.paths import at_root, missing_path, notebooks_folder
 from .run.runs import check_run_folder, methods, read_summary, run_config, start
 from .run.runs import write_csv
 from .run.settings import Arguments, ASIDE, command, Config, Count, resolve
-from .worlds.folder import SPLITS
+from .worlds.folder import check_sizes, SPLITS
 
 # %% ../nbs/bench.ipynb #dba38c7a
 _SEED = 1000      # of the first public world; tuning and the farm have other worlds
@@ -128,9 +128,11 @@ def plan(
     own = found.settings | settings
     if found.kind == 'loss': DPOConfig.read(own)
     if found.kind == 'advantage': PPOConfig.read(own)
+    if found.kind in ('method', 'policy'): check_sizes('settings', {found.run: own})
+    if 'seed' in settings: raise ValueError('settings: the seed is that of each world')
     if found.kind == 'policy':
         for k in range(count):
-            path = method.format(world=k)
+            path = method.replace('{world}', str(k))
             if not at_root(path).exists():
                 raise FileNotFoundError(f'method = {path}: {missing_path()}')
     return found._replace(settings=own)

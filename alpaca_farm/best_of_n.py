@@ -148,7 +148,13 @@ def _stored_samples(run) -> list[dict]:
         if name not in theirs or at_root(str(theirs[name])) == at_root(str(ours)): continue
         raise ValueError(f'{cfg.samples} was sampled with {name} = {theirs[name]}; here {name} = '
                          f'{ours}. Give the same, or leave samples empty')
-    stored = _between(load_records(cfg.samples, 'candidates', 'candidates'), cfg)
+    stored = load_records(cfg.samples, 'candidates', 'candidates')
+    if theirs:   # those of the requests that this run would sample
+        known = {prompt_key(c): c for c in stored}
+        asked = _between(load_records(cfg.data, cfg.split, columns=cfg.columns), cfg)
+        stored = [known[prompt_key(r)] for r in asked if prompt_key(r) in known]
+        if not stored: raise ValueError(f'{cfg.samples} has no samples of these requests')
+    else: stored = _between(stored, cfg)
     fewest = min(len(c['output']) for c in stored)
     if fewest < cfg.n:
         raise ValueError(f'n = {cfg.n}, but {cfg.samples} has only {fewest} of a request')

@@ -27,8 +27,8 @@ from .model.logprobs import save_model
 from .model.policy import Policy
 from .run.processes import once
 from .run.runs import makes_run, read_log, Run
-from .run.settings import Amount, by_size, Count, Judge, Named, Pairs, Positive, Reads
-from .run.settings import Schedule, SizedModel, TrainConfig
+from .run.settings import Amount, by_size, Count, Judge, Named, Open, Pairs, Positive
+from .run.settings import Reads, Schedule, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, answering, load_split
 from .train.answers import load_splits, prompt_fields, sample_answers
 from .train.labelled import answer_labels, hold_out
@@ -87,7 +87,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     batch_size: Positive = by_size(32, 32)   # answers per optimiser step
     learning_rate: Amount = by_size(3e-4, 2e-5)  # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
-    held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 500, or a fifth if less
+    held_out: Open | Positive = -1    # records for measuring; -1: 500, or a fifth if less
     eval_every: Positive = 100               # steps between these measurements
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
     annotators: Judge = 'runs/world/pool.json'  # judges of the final answers on val; empty: none

@@ -20,8 +20,8 @@ from .model.logprobs import load_policy, load_reference, save_model, sequence_lo
 from .model.policy import Policy
 from .run.processes import gather_all
 from .run.runs import makes_run, read_log, Run
-from .run.settings import Amount, by_size, Count, Named, Pairs, Positive, Reads, Rows
-from .run.settings import resolve, Scale, Schedule, Share, SizedModel
+from .run.settings import Amount, by_size, Count, Named, Open, Pairs, Positive, Reads
+from .run.settings import resolve, Rows, Scale, Schedule, Share, SizedModel
 from .train.answers import answer_eval_split, AnswerConfig, load_splits
 from .train.labelled import hold_out, LabelledAnswers, read_labels
 from .train.preflight import preflight, settle
@@ -211,7 +211,7 @@ class DPOConfig(HeldOutConfig, AnswerConfig):
     warmup: Share = 0.1  # share of the steps over which the learning rate rises
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
     # pairs for measuring; -1: 500, or a fifth if that is less; 0: none
-    held_out: Literal[-1] | Count = -1
+    held_out: Open | Count = -1
     eval_every: Count = 0  # steps between these measurements; 0: only before and after training
 
     def __post_init__(self):

@@ -22,9 +22,11 @@ from .boards.judged import policy_job, read_answers, short_names
 from .boards.leaderboards import alpaca_eval_rows, check_column_names, leaderboard
 from .boards.leaderboards import leaderboard_figure, rank_agreement
 from .data.pairs import common_prompts, index_prompts, output_texts
+from .data.records import find_file
 from .judging.judges import api_clients, check_known_names, JudgedConfig
 from .judging.judges import load_annotators, usage_totals
 from .run.jobs import run_or_fail
+from .run.paths import at_root
 from .run.progress import Progress
 from .run.runs import makes_run, read_summary, Run, run_config, write_csv
 from .run.runs import write_figure
@@ -80,6 +82,8 @@ class EvalConfig(ApiConfig, JudgedConfig):
 def _answer_policies(cfg: EvalConfig) -> dict[str, str]:
     "Let outside policies answer; return their runs by name."
     settings = dict(data=cfg.reference)
+    if at_root(cfg.reference).is_dir():
+        settings['data'] = str(find_file(cfg.reference, 'candidates', 'outputs'))
     made = run_config(cfg.reference)
     if made.get('notebook') == 'best_of_n':
         others = ('policy', 'served', 'samples')

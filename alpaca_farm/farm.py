@@ -72,7 +72,8 @@ class FarmConfig(JudgedConfig):
     def __post_init__(self):
         super().__post_init__()
         read_sizes(self.size)
-        refuse_unknown('methods', self.methods, {row['method'] for row in RUNS.values()})
+        known = dict.fromkeys(row['method'] for row in RUNS.values() if row['method'])
+        refuse_unknown('methods', self.methods, known)
         policy_names(self.policies, RUNS)
         if self.runs == 'runs' and self.world != 'runs/world': self.runs = f'{self.world}_runs'
         if self.runs != 'runs' and self.world == 'runs/world': self.world = f'{self.runs}/world'
@@ -166,8 +167,9 @@ def _all_sizes(cfg: FarmConfig, world: World) -> dict[str, dict]:
         sizes[name] = None if None in both else both[0] | both[1]
     for name, row in RUNS.items():   # a method's settings are for both sources of labels
         if row['method'] in sizes: sizes.setdefault(name, sizes[row['method']])
-    # all greedy answers are the same
-    return sizes | dict(sft_greedy=sizes.get('sft_greedy', {}) | dict(n=1))
+    greedy = sizes.get('sft_greedy', {})
+    if greedy is not None: sizes['sft_greedy'] = greedy | dict(n=1)   # they are all the same
+    return sizes
 
 # %% ../nbs/farm.ipynb #8b9814bc
 def _left_out(cfg: FarmConfig, world: World, sizes: dict) -> set[str]:

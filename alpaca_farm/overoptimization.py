@@ -250,7 +250,8 @@ def _method_name(folder: str) -> str:
 # %% ../nbs/overoptimization.ipynb #60c4fb71
 def _policy_proxy(folder: str, proxies: list[str]) -> str:
     "The reward that a policy was trained on, else the proxy of its labels; ValueError if none."
-    settings = run_config(folder)['settings']
+    settings = run_config(folder).get('settings')
+    if not settings: raise ValueError(f'policies: {folder} is not the folder of a run')
     if settings.get('reward_model'): return as_list(settings['reward_model'])[0]
     labels = settings.get('preferences')
     for proxy in proxies:

@@ -129,7 +129,7 @@ def instructions() -> dict[str, list[dict]]:
 
 # %% ../nbs/real.ipynb #b5f04750
 class WordModel:
-    "An interpolated trigram model of the words of texts."
+    "An interpolated trigram model of the words of texts; words have no capitals."
     def __init__(
         self,
         texts: list[str],        # whose words are counted
@@ -138,7 +138,7 @@ class WordModel:
         self.seen = Counter()
         for text in texts:
             for u, v, w in self.trigrams(text):
-                self.seen.update([(u, v, w), ('pair', u, v), (v, w), ('before', v), (w,)])
+                self.seen.update([(u, v, w), ('PAIR', u, v), (v, w), ('BEFORE', v), (w,)])
         self.total = sum(len(_words(t)) for t in texts)
         self.size = 1 + sum(len(g) == 1 for g in self.seen)
         scores = [self.likelihood(t) for t in apart or texts]
@@ -164,7 +164,7 @@ class WordModel:
           w : the word
         """
         c = self.seen
-        return (.6*c[u, v, w]/max(1, c['pair', u, v]) + .3*c[v, w]/max(1, c['before', v])
+        return (.6*c[u, v, w]/max(1, c['PAIR', u, v]) + .3*c[v, w]/max(1, c['BEFORE', v])
                 + .1*(c[w,] + 1)/(self.total + self.size))
 
     def likelihood(self, text: str) -> float:

@@ -27,8 +27,8 @@ from .model.logprobs import load_scalar, save_model, sequence_scores
 from .model.policy import Policy
 from .model.rewards import score_records
 from .run.runs import makes_run, Run
-from .run.settings import Amount, Arguments, by_size, Count, Pairs, Positive, Schedule
-from .run.settings import SizedModel, Template, TrainConfig
+from .run.settings import Amount, Arguments, by_size, Count, Open, Pairs, Positive
+from .run.settings import Schedule, SizedModel, Template, TrainConfig
 from .train.labelled import hold_out
 from .train.preflight import settle
 from .train.trainer import answer_batch, batches, example_lengths, Trainer
@@ -79,7 +79,7 @@ class RewardModelConfig(TrainConfig):
     epochs: Positive = by_size(2, 1)          # passes over the pairs
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
     # pairs for measuring; -1: 500, or a fifth if that is less
-    held_out: Literal[-1] | Positive = -1
+    held_out: Open | Positive = -1
     max_instances: Count = 0                  # use only the first n pairs; 0: all
     margin: Amount = 0.0  # lead required of the better answer where the label is certain
     margin_field: str = ''  # field of the records that holds each pair's margin; empty: none

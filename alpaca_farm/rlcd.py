@@ -216,7 +216,8 @@ class RLCDConfig(SampleConfig, ApiConfig):
     max_instances: Count = 0                  # use only the first n requests; 0: all
     # model that writes and judges
     policy: Annotated[str, MODEL, SIZES] = 'runs/dialogue_world'
-    served: str = ''  # model behind base_url that writes and judges instead; policy is empty then
+    # model behind base_url that writes and judges instead; policy is empty then
+    served: Annotated[str, SIZES] = ''
     both_orders: bool = False  # judge in both orders and average; else in one, as published
     # of rlcd_rescore, context_distillation: run of rlcd
     samples: Annotated[str, Reads(('items',))] = ''

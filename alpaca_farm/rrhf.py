@@ -49,7 +49,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
       n : how many of the candidates the policy generates (default: 0)
       decoding : how the policy generates candidates (default: sample)
       groups : beam: groups the n beams are split into; diverse beams with 2 or more (default: 1)
-      diversity_penalty : beam: nats for each earlier group that chose the token (default: 1.0)
+      diversity_penalty : beam: nats for each beam of earlier groups with the token (default: 1.0)
       refresh_every : steps between new candidates of the policy; 0: never (default: 0)
       kl_coef : penalty on a candidate's score per nat of log pi/pi_ref (default: 0.0)
       missing_eos : score of an answer cut off: 1 below the worst whole answer; empty: as it is
@@ -88,7 +88,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     n: Count = 0                             # how many of the candidates the policy generates
     decoding: Literal['sample', 'beam'] = 'sample'  # how the policy generates candidates
     groups: Positive = 1  # beam: groups the n beams are split into; diverse beams with 2 or more
-    diversity_penalty: Amount = 1.0  # beam: nats for each earlier group that chose the token
+    diversity_penalty: Amount = 1.0  # beam: nats for each beam of earlier groups with the token
     refresh_every: Count = 0  # steps between new candidates of the policy; 0: never
     kl_coef: Amount = 0.0  # penalty on a candidate's score per nat of log pi/pi_ref
     # score of an answer cut off: 1 below the worst whole answer; empty: as it is

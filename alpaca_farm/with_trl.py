@@ -25,6 +25,7 @@ from .judging.stats import mean
 from .model.loading import load_tokenizer
 from .model.policy import Policy
 from .model.rewards import reward
+from .run.files import read_json, write_json
 from .run.paths import at_root
 from .run.settings import Config
 from .train.answers import sample_answers, SampleConfig
@@ -281,6 +282,7 @@ class TruthCallback(TrainerCallback):
         self.sampling = SampleConfig(temperature=temperature, max_new_tokens=max_new_tokens,
                                      max_prompt=10**6)
         self.before = None   # answers of the first step
+        self.kept = at_root(trainer.args.output_dir)/'truth_before.json'   # for a training that goes on
 
     def answer(self) -> list[dict]:
         "Answer the requests with the model as it is."
@@ -296,7 +298,9 @@ class TruthCallback(TrainerCallback):
     def measure(self) -> dict[str, float]:
         "Compute utility, and win rates over the answers of the first step with their gap."
         answered = self.answer()
-        self.before = self.before or answered
+        if not self.before:
+            self.before = answered
+            write_json(self.kept, answered)
         figures = {}
         if self.utility: figures['truth/utility'] = mean(self.utility(answered))
         for name, judge in self.judges.items():
@@ -310,7 +314,9 @@ class TruthCallback(TrainerCallback):
         from transformers import Trainer
         Trainer.log(self.trainer, self.measure())
 
-    def on_train_begin(self, *_, **__): self.tell()
+    def on_train_begin(self, args, state, control, **_):
+        if state.global_step and self.kept.exists(): self.before = read_json(self.kept)
+        self.tell()
 
     def on_step_end(self, args, state, control, **_):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps: self.tell()

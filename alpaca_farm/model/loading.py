@@ -156,6 +156,7 @@ def place_model(
       model : of transformers
     """
     device = device_of(cfg)
+    if device.index is not None: torch.cuda.set_device(device)   # where batches go, too
     small = sum(p.numel() for p in model.parameters()) < 50e6
     if device.type == 'cpu' and small: torch.set_num_threads(1)
     if not getattr(model, 'is_quantized', False): model.to(device)

@@ -96,6 +96,7 @@ def _foretell_time(run, tokenizer, records: list[dict], answered: int, sampled: 
     if sampled: tokens += cfg.max_new_tokens
     counts = dict.fromkeys(('sft', 'preference', 'unlabeled', 'eval'), len(records))
     job = Job(cfg.out, Path(type(cfg).out).name, vars(cfg))
+    counts[getattr(cfg, 'split', '')] = len(records)
     if job.notebook != 'best_of_n': counts['eval'] = answered
     print_time(cfg, [job], counts, weights, tokens)
 

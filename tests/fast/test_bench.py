@@ -1,4 +1,6 @@
 "The bench of methods: what is refused before any world is made, and what a comparison finds."
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -120,3 +122,11 @@ def test_shuffled_labels_are_the_same_labels_on_other_pairs(tmp_path):
     assert .35 < same < .65
     assert [dict(p, preference=0) for p in found] == [dict(p, preference=0) for p in pairs]
     assert sorted(p['preference'] for p in found) == sorted(p['preference'] for p in pairs)
+
+
+@pytest.mark.parametrize('method, settings, name', [
+    ('dpo', dict(bta=1), 'bta'), ('sigmoid', dict(bta=1), 'bta'), ('dpo', dict(seed=3), 'seed'),
+    ('x/{run}/{world}', {}, 'x/{run}/0')])
+def test_what_cannot_be_compared_is_refused_before_any_world_is_made(method, settings, name):
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=re.escape(name)):
+        plan(method, settings)

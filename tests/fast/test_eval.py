@@ -10,6 +10,7 @@ from alpaca_farm import annotators, eval as ev
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
+from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.judging.parsers import PARSERS
 from alpaca_farm.judging.pools import annotator_order, mean_preferences, Pool
@@ -214,3 +215,11 @@ def test_where_a_coin_labels_no_flip_is_counted(tmp_path):
     assert summaries[False]['unasked'] > 10
     assert not {'flip_rate', 'flip_low', 'flip_high'} & {*summaries[False]}
     assert 'flip_rate' in summaries[True]
+
+
+def test_outside_policies_answer_the_requests_of_any_folder(base, monkeypatch):
+    "Those of a run that was trained, as of one of best_of_n."
+    asked = []
+    monkeypatch.setattr(ev, 'run_or_fail', lambda jobs, *_: asked.extend(jobs))
+    ev._answer_policies(ev.EvalConfig(reference=str(base/'sft'), policies=[str(base/'sft')]))
+    assert load_records(asked[0].settings['data']) == load_records(str(base/'sft'), 'outputs')

@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 import tiny
+from alpaca_farm.data.records import load_records
 from alpaca_farm.model.forecast import _RUNS, forecast_jobs, forecast_run, text_passes
+from alpaca_farm.model.loading import load_tokenizer
+from alpaca_farm.train import preflight
 
 
 def test_a_run_takes_six_operations_and_sixteen_bytes_a_weight():
@@ -47,3 +50,14 @@ def test_runs_add_up_and_the_largest_needs_the_memory():
     two = forecast_jobs(jobs*2, dict(eval=10), 1e9, 2, 1e12)
     assert one.seconds == pytest.approx(2*1e9*(128 + 256)*160*2/1e12)
     assert (two.seconds, two.memory) == (pytest.approx(2*one.seconds), one.memory)
+
+
+@pytest.mark.parametrize('split', ['sft', 'train'])
+def test_a_run_on_any_split_is_foretold(base, monkeypatch, split):
+    found = []
+    monkeypatch.setattr(preflight, 'count_weights', lambda spec: 7e9)
+    monkeypatch.setattr(preflight, 'print_time', lambda cfg, jobs, counts, *_: found.append(text_passes('sft', jobs[0].settings, counts)))
+    cfg = tiny.config('sft', **tiny.settings('sft', base, split=split, eval_split='', epochs=3))
+    records = load_records(str(base/'world'), 'sft', 'output', 20)
+    preflight._foretell_time(SimpleNamespace(cfg=cfg), load_tokenizer(str(base/'sft')), records, 0, False)
+    assert found == [20*3*3]

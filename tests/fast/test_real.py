@@ -17,3 +17,13 @@ def test_a_crowd_sees_what_the_pool_overlooks():
 
 def test_texts_of_one_likelihood_have_the_unit_one():
     assert real.WordModel(['a cat sat'], ['a cat']*7).sd == 1
+
+
+def test_no_word_is_taken_for_a_count():
+    "What may follow two words has a probability of at most 1, also behind *before* and *pair*."
+    texts = ['the pan before the meal and the pair of pans before the pair', 'the pair the pan before the cat']
+    words = real.WordModel(texts)
+    known = {w for text in texts for w in text.split()}
+    for v in known:
+        for u in ('', *known):
+            assert sum(words.probability(u, v, w) for w in known) <= 1 + 1e-9

@@ -15,8 +15,10 @@ import torch
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
+from alpaca_farm.farm import _all_sizes, FarmConfig
 from alpaca_farm.run import paths
 from alpaca_farm.run.settings import field_comments, from_args, no_secrets, TrainConfig
+from alpaca_farm.worlds.folder import World
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'ppo', 'rrhf')
 QUICK = dict(deadline=None, phases=[Phase.generate], database=None, derandomize=True,
@@ -419,3 +421,43 @@ def test_a_clone_that_is_not_installed_makes_a_run_without_alpaca_eval(base, tmp
         with pytest.raises(ValueError, match='pip install alpaca-eval') as refused:
             AnnotatorsConfig(annotators=name)
         assert '\n' not in str(refused.value)
+
+
+@pytest.mark.parametrize('slash', ['', '/', '//'])
+def test_a_slash_at_the_end_of_a_folder_makes_no_difference(base, slash):
+    "Tab completion writes it."
+    cfg = FarmConfig(world=f'{base}/world{slash}', out=f'{base}/board{slash}')
+    assert (cfg.world, cfg.runs, cfg.out) == (f'{base}/world', f'{base}/world_runs', f'{base}/board')
+    assert tiny.config('sft', **tiny.settings('sft', base, data=f'{base}/world{slash}')).data == f'{base}/world'
+
+
+@pytest.mark.parametrize('given', [-1, '-1', -1.])
+def test_a_default_can_be_written(given):
+    for name in ('dpo', 'reward_model', 'binary_feedback'):
+        assert tiny.config(name, held_out=given).held_out == -1
+    with pytest.raises(ValueError, match='held_out'):
+        tiny.config('reward_model', held_out='0')
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU here')
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match='device = cuda:1: torch finds no NVIDIA GPU'):
+        tiny.config('sft', device='cuda:1')
+
+
+def test_a_served_model_has_the_defaults_of_a_large_one():
+    for name in ('rlcd', 'best_of_n'):
+        cfg = tiny.config(name, policy='', served='gpt-4.1', **(dict(reward_model='') if name == 'best_of_n' else {}))
+        assert cfg.max_new_tokens == 256
+
+
+def test_the_methods_of_a_farm_are_named_in_their_order():
+    with pytest.raises(TypeError, match='It has: best_of_n, .*dpo'):
+        FarmConfig(methods=['nope'])
+
+
+def test_a_farm_can_leave_the_greedy_answers_out():
+    "As it can every run."
+    world = World('runs/world', sizes=dict(sft_greedy=None))
+    assert _all_sizes(FarmConfig(), world)['sft_greedy'] is None
+    assert _all_sizes(FarmConfig(), World('runs/world'))['sft_greedy'] == dict(n=1)

@@ -128,6 +128,7 @@ def test_what_is_missing_is_named(tmp_path):
 def test_automatic_choice_on_a_gpu(family, dtype, kind, tmp_path, monkeypatch):
     tiny.family(family).save_pretrained(tmp_path)
     monkeypatch.setattr('transformers.utils.is_flash_attn_2_available', lambda: True)
+    monkeypatch.setattr('torch.cuda.is_available', lambda: True)
     assert loading._attention_of(str(tmp_path), HardwareConfig(device='cuda', dtype=dtype)) == kind
     assert loading._attention_of(str(tmp_path),
                                 HardwareConfig(device='cpu', dtype='bfloat16')) is None

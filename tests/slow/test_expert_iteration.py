@@ -121,3 +121,15 @@ def test_samples_of_another_run(base, tmp_path):
     ours = candidates(run('from'))
     assert [c['output'] for c in ours] == [c['output'][:1] for c in theirs]
     assert all(len(c['scores']) == 1 for c in ours)
+
+
+def test_rounds_take_the_samples_of_their_own_requests(base, tmp_path):
+    "Also of a run that has skipped some, whose first sample is not of the first request."
+    bank = tmp_path/'bank'
+    tiny.run('best_of_n', base, bank, split='preference', n=1, skip=3, max_instances=4, reward_model='')
+    given = dict(samples=str(bank), split='preference', n=1, reward_model='', max_instances=5)
+    requests = load_records(str(base/'world'), 'preference')
+    out = tiny.run('best_of_n', base, tmp_path/'first', **given).folder
+    assert [r['instruction'] for r in candidates(out)] == [r['instruction'] for r in requests[3:5]]
+    with pytest.raises(ValueError, match='no samples of these requests'):
+        tiny.run('best_of_n', base, tmp_path/'second', **given | dict(skip=20))

@@ -4,6 +4,7 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -260,3 +261,24 @@ def test_a_kl_of_other_tokens_is_not_comparable(base, tmp_path, capsys):
     summary = read_summary(out)
     assert 'kl' not in summary
     assert any('not comparable' in said and policy in said for said in summary['warnings'])
+
+
+def test_a_training_that_goes_on_is_measured_from_its_first_answers(tmp_path):
+    "As one that was not stopped."
+    def callback(texts):
+        own = object.__new__(TruthCallback)
+        own.before, own.utility, own.kept = None, None, tmp_path/'truth_before.json'
+        longer = lambda pairs: [1. + (len(p['output_2']) > len(p['output_1'])) for p in pairs]
+        own.judges = dict(held_out_crowd=longer, pool=longer)
+        said = iter(texts)
+        own.answer = lambda: [dict(instruction='Say.', input='', output=next(said))]
+        own.tell = lambda: None
+        return own
+    first = callback(['bad'])
+    first.measure()
+    again = callback(['better'])
+    again.on_train_begin(None, SimpleNamespace(global_step=7), None)
+    assert again.measure()['truth/pool'] == 100
+    anew = callback(['better'])
+    anew.on_train_begin(None, SimpleNamespace(global_step=0), None)
+    assert anew.measure()['truth/pool'] == 50
