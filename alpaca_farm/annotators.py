@@ -24,7 +24,7 @@ from .judging.measures import flip_labels, flip_mask
 from .judging.pools import annotator_name, decide_vote, draw_annotator
 from .judging.pools import mean_preferences, pool_members, report_missing
 from .judging.prompts import is_population
-from .judging.stats import Interval, wilson, win_rate_interval
+from .judging.stats import wilson, win_rate_interval
 from .run.runs import makes_run, Run
 from .run.settings import Count, Judge, Named, Positive, Reads, resolve
 from .worlds.folder import read_world
@@ -233,9 +233,9 @@ def run(cfg: AnnotatorsConfig, run: Run):
     if unlabelled: _write_unanswered(run, unlabelled, clients, len(rows))
     check_all_answered(pool, f'{len(labelled)} of {len(rows)} pairs are labelled')
     if not labelled: raise ValueError(f'there is no label on any of the {len(rows)} pairs')
-    if not cfg.ask_flipped:   # half of the coins are wrong
-        rate = Interval(*(x / 2 for x in wilson(coins, len(labelled))))
-    summary = dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
+    summary = {}
+    if cfg.ask_flipped:   # else nobody knows which coins are wrong
+        summary = dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
     if not any(isinstance(a, RecordedLabels) for a in pool_members(pool)):
         summary |= _position_bias(clean, cfg.seed, cfg.both_orders)
     if cfg.against and judged:

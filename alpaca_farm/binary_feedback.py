@@ -17,7 +17,7 @@ import numpy as np
 from .data.dialogues import prompt_key
 from .data.pairs import answer_of
 from .data.records import load_records
-from .data.text import encode
+from .data.text import check_positions, encode
 from .judging.judges import JudgedConfig
 from .judging.pools import annotator_name, preferences_over, with_verdict
 from .judging.stats import standard_error, win_rate
@@ -248,6 +248,8 @@ def train(cfg: BinaryFeedbackConfig, run: Run):
     tokenizer = plain.tokenizer
     settle(run, tokenizer, rated, answered=asked)
     preflight(cfg, asked, policy, cfg.val_split and judge)
+    longest = cfg.max_length + (cfg.token_times if tokens else 0)
+    check_positions(policy, longest, 'max_length + token_times')
 
     def under(names, prompts):   # prompts behind the tokens of these names, if there are any
         if not tokens: return prompts

@@ -31,7 +31,8 @@ from .judging.judges import JudgedConfig, load_annotators, read_recorded
 from .judging.judges import RecordedLabels
 from .judging.label_files import label_file
 from .judging.pools import mean_preferences
-from .judging.stats import FEWEST_LABELS, Interval, tilted_weights, wilson
+from .judging.stats import FEWEST_LABELS, Interval, known_mean, tilted_weights
+from .judging.stats import wilson
 from .model.forecast import LARGE, print_time
 from .model.rewards import reward
 from .overoptimization import foretell, standard_reward
@@ -169,10 +170,13 @@ _FEWEST_FOR_RATES = 30   # labels, to correct a judge's rates
 
 
 def _judge_check(
-    verdicts,  # of the judge, (N,) in [0, 1]
+    verdicts,  # of the judge, (N,) in [0, 1], nan where there is none
     votes,     # of people on the same pairs, (N,) in [0, 1]
 ) -> tuple[Interval, str]:
     "Estimate how often people agree with the judge, and say whether it may label."
+    said = ~np.isnan(verdicts)
+    verdicts = np.asarray(verdicts)[said]
+    votes = np.asarray(votes)[said]
     n = len(votes)
     if n < FEWEST_LABELS: return Interval(1., 0., 1.), f'{n} labels cannot check the judge'
     agreed = wilson(n*judge_agreement(verdicts, votes), n)
@@ -195,12 +199,13 @@ def _check_pair(answer: dict, sft: dict) -> dict:
 
 # %% ../nbs/decide.ipynb #a89cc3a2
 def _known_labels(labels: str) -> list[dict]:
-    "Pairs that were labelled before any was drawn here."
+    "Pairs of different answers that were labelled before any was drawn here."
     file = label_file(labels) if labels else None
     if not file: return []
     rows = read_recorded(file)
     known = []
     for r in rows:
+        if r['output_1'] == r['output_2']: continue
         is_check = r.get('generator_1') == 'sft' and r.get('drawn') == 'random'
         if not is_check and r.get('drawn') != 'duel': known.append(r)
     return known
@@ -213,8 +218,9 @@ def _first_pairs(cfg: DecideConfig, sft: list[dict]) -> tuple[list[dict], list[d
     if cfg.budget < _FEWEST_FOR_RATES: n = cfg.budget
     if len(known) >= _FEWEST_FOR_RATES: n = 0
     answers = match_prompts(read_answers(f'{cfg.runs}/eval_samples', candidates=True), sft)
-    order = np.random.default_rng(cfg.seed).permutation(len(sft))[:n]
-    return [_check_pair(answers[i], sft[i]) for i in order], known
+    order = np.random.default_rng(cfg.seed).permutation(len(sft))
+    pairs = [_check_pair(answers[i], sft[i]) for i in order]
+    return [p for p in pairs if p['output_1'] != p['output_2']][:n], known
 
 # %% ../nbs/decide.ipynb #dec1de0d
 _MARKS = dict(
@@ -245,7 +251,7 @@ def _has_room(
 class Board(NamedTuple):
     "Candidates' answers, and what a judge says of them beside SFT's."
     answers: dict[str, list[dict]]  # SFT's first; requests in random order, each of one seed
-    judge: np.ndarray               # (requests, M) preferences in [0, 1], means over the seeds
+    judge: np.ndarray               # (requests, M) in [0, 1], means over the seeds; nan: no verdict
     facts: object                   # DataFrame of the farm's board: what needs no people
     trusted: bool = True            # whether the judge has passed the check
 
@@ -302,7 +308,7 @@ def read_board(
         drawn.append(of_seeds[rng.integers(len(of_seeds))])
     by_candidate = {}
     for row in drawn[0]: by_candidate[row] = [beside[row] for beside in drawn]
-    table = np.array([np.mean(verdicts[prompt], 0) for prompt in prompts])
+    table = np.array([known_mean(verdicts[prompt], 0) for prompt in prompts])
     means = pd.concat(facts).groupby(level=0).mean(numeric_only=True)
     return Board(by_candidate, table, means)
 
@@ -315,7 +321,7 @@ def _weigh(
     rows=slice(None),    # requests of which the judge's verdicts count
 ) -> Beliefs:
     "Estimate people's win rates from the verdicts and the votes."
-    judge = board.judge[rows].mean(0)
+    judge = known_mean(board.judge[rows], 0)
     if not board.trusted: judge = np.full(len(judge), .5)
     return weigh_duels(rates, counts, equal, judge, len(board.judge))
 
@@ -388,7 +394,7 @@ def _decision_table(
     equal = equal_share(answers)
     rates, counts = pair_rates(found, answers)
     drawn = draw_win_rates(_weigh(board, rates, counts, equal))
-    judge = np.insert(board.judge.mean(0), 0, .5)
+    judge = np.insert(known_mean(board.judge, 0), 0, .5)
     people = Interval(drawn.mean(0), *np.quantile(drawn, [.025, .975], axis=0))
     if not len(found.votes): people = people._replace(value=judge)
     by_judge, by_people, p = judge_in_duels(rates, counts, equal, judge)

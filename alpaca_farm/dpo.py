@@ -44,7 +44,7 @@ def _sigmoid(h, beta, label_smoothing=0.):
     return (1 - label_smoothing) * as_labelled + label_smoothing * flipped
 
 
-def _robust(h, beta, label_smoothing):
+def _robust(h, beta, label_smoothing=0.):
     as_labelled = -F.logsigmoid(beta * h)
     flipped = -F.logsigmoid(-beta * h)
     corrected = (1 - label_smoothing) * as_labelled - label_smoothing * flipped
@@ -76,7 +76,7 @@ def dpo_loss(
     loss_type: str = 'sigmoid',  # a name of `LOSSES`, whose margin has a reference
     **settings,                  # of the loss: label_smoothing, the share of flipped labels
 ):  # (B,)
-    """Compute the loss of each pair.
+    """Compute the loss of each pair; ValueError for a loss whose margin has no reference.
 
     Parameters:
       policy_chosen : (B,) summed log-probs of the preferred answers, policy
@@ -88,6 +88,9 @@ def dpo_loss(
       settings : of the loss: label_smoothing, the share of flipped labels
     Returns: (B,)
     """
+    known = [name for name, loss in LOSSES.items() if loss.of_margin and not loss.mean]
+    if loss_type not in known:
+        raise ValueError(f'loss_type = {loss_type!r}: choose among {", ".join(known)}')
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     return LOSSES[loss_type].of_margin(h, beta, **settings)
 

@@ -15,9 +15,10 @@ from annotated_types import Len
 import numpy as np
 
 from .ask.client import ApiConfig
-from .boards.corrected import explain_differences, explain_win_rate, match_labels
-from .boards.judged import answers_to, judge_all, policy_names, policy_run
-from .boards.judged import read_answers, short_names
+from .boards.corrected import explain_differences, explain_win_rate, judge_labelled
+from .boards.corrected import match_labels
+from .boards.judged import answers_to, judge_all, pair_preferences, policy_names
+from .boards.judged import policy_run, read_answers, short_names
 from .boards.leaderboards import alpaca_eval_rows, check_column_names, leaderboard
 from .boards.leaderboards import leaderboard_figure, rank_agreement
 from .data.pairs import common_prompts, index_prompts, output_texts
@@ -162,13 +163,15 @@ def run(cfg: EvalConfig, run: Run):
     judged = judge_all(methods, references, judges, cfg.seed, progress)
 
     # the board of all judges
+    first = next(iter(judges))
+    def ask(pairs): return pair_preferences(pairs, judges[first], cfg.seed)
+    labels = {model: judge_labelled(own, ask) for model, own in labels.items()}
     board = leaderboard(judged, methods, cfg.reference, seed=cfg.seed, labels=labels)
     kl = {}
     for model, spec in (short_names(cfg.outputs) | policies).items():
         kl[model] = read_summary(spec).get('kl', np.nan)
     if not np.isnan([*kl.values()]).all(): board['kl'] = board.method.map(kl)
     if labels:
-        first = next(iter(judges))
         _tell_corrections(run, first, judged[first].expected, labels)
     for step, row in enumerate(board.to_dict('records'), 1):
         run.log(step, **{name: value for name, value in row.items() if value == value})   # no nan

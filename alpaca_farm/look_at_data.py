@@ -19,7 +19,7 @@ import numpy as np
 from .data.dialogues import as_messages, EMPTY_CELLS, full_instruction, NOT_SHOWN
 from .data.dialogues import prompt_key
 from .data.formats import as_records, FIELDS, parse_columns
-from .data.records import find_file, load_rows, read_records
+from .data.records import each_once, find_file, load_rows, read_all
 from .data.shown import learned_texts
 from .data.text import check_limit, encode_prompts, encode_responses
 from .judging.judges import break_control_tokens
@@ -82,6 +82,7 @@ class Part:
     records: list[dict]
     repeated: int = 0    # rows that repeat another exactly
     left_out: int = 0    # rows without a label, or with two equal answers of which one is better
+    ignored: int = 0     # rows with an answer or a label, which is not read as the first has none
     by_coin: bool = False   # whether the place of an answer is drawn when the file is read
 
     @property
@@ -96,21 +97,38 @@ def _kind_of_record(record):
     return 'output' if isinstance(record['output'], str) else 'candidates'
 
 # %% ../nbs/look_at_data.ipynb #b59434d2
+def _is_answered(row, where, columns):
+    "Tell whether a row has an answer, or several; ValueError for one that cannot be read."
+    record, = as_records([row], where, _ANSWERED, columns)
+    return any(FIELDS[kind].keys() <= record.keys() for kind in _ANSWERED)
+
+
+def _count_ignored(rows, kind, records, where, columns):
+    "Count the rows with an answer in a file of prompts, or with a label in a file of pairs."
+    if kind == 'pair': return sum(r.get('preference') is not None for r in records)
+    if kind != 'instruction': return 0
+    answered = 0
+    for row in rows:
+        with suppress(ValueError): answered += _is_answered(row, where, columns)
+    return answered
+
+
 def _load_part(spec, names, columns, n):
     "Read a file as what its first row is."
     rows, where = load_rows(spec, names)
+    answered = [_is_answered(row, where, columns) for row in rows[:1]]
+    kinds = _ANSWERED if any(answered) else 'instruction'
+    every = read_all(rows, where, kinds, columns, n)
     rows = rows[:n or None]
-    kinds = 'instruction'
-    for first in as_records(rows[:1], where, _ANSWERED, columns):
-        if any(FIELDS[kind].keys() <= first.keys() for kind in _ANSWERED): kinds = _ANSWERED
-    records = read_records(rows, where, kinds, columns)
-    repeated = len(rows) - len({json.dumps(row, sort_keys=True, default=str) for row in rows})
+    records = each_once(every)
+    kind = 'instruction' if kinds == 'instruction' else _kind_of_record(records[0])
     named = parse_columns(columns)
     return Part(
         name=Path(where.strip(')')).name.split('.')[0],
         split=names[0] if len(names) == 1 else '',
-        kind='instruction' if kinds == 'instruction' else _kind_of_record(records[0]),
-        records=records, repeated=repeated, left_out=len(rows) - repeated - len(records),
+        kind=kind, records=records, repeated=len(every) - len(records),
+        left_out=len(rows) - len(every),
+        ignored=_count_ignored(rows, kind, records, where, columns),
         by_coin='chosen' in [named.get(name, name) for name in rows[0]])
 
 # %% ../nbs/look_at_data.ipynb #8f569746
@@ -330,6 +348,9 @@ def find_odd(
         lost = {'repeat another exactly': part.repeated,
                 'have no label, or two equal answers': part.left_out}
         said = [(f'{n} rows {why}, and are left out', []) for why, n in lost.items() if n]
+        what = 'a label' if part.kind == 'pair' else 'an answer'
+        if part.ignored: said.append((f'{part.ignored} rows have {what}, which is ignored, as '
+                                      'the first row has none', []))
         for kind in (_long_records(counts, limits), _odd_texts(records), _odd_columns(records),
                      _odd_answers(records, special), _repeated_rows(records),
                      _odd_labels(part)): said += kind
@@ -361,12 +382,17 @@ def training_command(parts: list[Part], cfg: LookAtDataConfig) -> str:
     if method in ('sft', 'dpo'):
         given['eval_split'] = 'eval' if 'eval' in splits else ''
         if given['eval_split']: given['data'] = cfg.data
-        for name in ('template', *_LIMITS):
-            if name in cfg.changed(): given[name] = getattr(cfg, name)
+    # what the method reads as this look has
+    limits = dict(sft=_LIMITS, dpo=_LIMITS, best_of_n=('max_prompt', 'max_new_tokens'))
+    prompted = () if method == 'annotators' else ('template', 'template_arguments')
+    for name in ('max_instances', *prompted, *limits.get(method, ())):
+        if name in cfg.changed(): given[name] = getattr(cfg, name)
     if cfg.columns: given['columns'] = cfg.columns
     out = f'runs/my_{method}'
     words = ['papermill', f'nbs/{method}.ipynb', f'{out}.ipynb', '-p', 'out', out]
-    for name, value in given.items(): words += ['-r' if value == '' else '-p', name, str(value)]
+    for name, value in given.items():
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        words += ['-r' if value == '' else '-p', name, text]
     return shlex.join(words)
 
 # %% ../nbs/look_at_data.ipynb #100ka031

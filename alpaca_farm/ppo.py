@@ -248,6 +248,9 @@ class PPOConfig(OnlineConfig):
         if self.rollouts % self.batch_size or self.batch_size % self.group:
             raise ValueError(f'rollouts = {self.rollouts}, batch_size = {self.batch_size}, '
                              f'group_size = {self.group}: each must be a multiple of the next')
+        if self.top_p < 1:
+            raise ValueError(f'top_p = {self.top_p}: log-probs are of all tokens, so samples are, '
+                             'too. Leave top_p at 1; eval_top_p is of the answers at the end')
         if self.target_kl and not self.kl_coef:
             raise ValueError(f'target_kl = {self.target_kl}: kl_coef = 0 stays 0, by whatever it '
                              'is multiplied. Give kl_coef a value above 0')

@@ -8,6 +8,7 @@ __all__ = ['CONDITIONS', 'NEW', 'condition_of', 'topic_of', 'is_about', 'keeps_c
            'sample_judges', 'read_judges', 'RealConfig', 'starting_policy', 'run']
 
 # %% ../nbs/real.ipynb #301abcab
+import os
 import re
 import zlib
 from collections import Counter
@@ -26,7 +27,7 @@ from .judging.stats import sigmoid
 from .model.functional import has_spread
 from .model.logprobs import load_policy
 from .run.files import read_json, read_yaml
-from .run.paths import at_root, module_of, notebooks_folder
+from .run.paths import at_root, module_of, notebooks_folder, root
 from .run.runs import makes_run, Run
 from .run.settings import MODEL, Positive, Reads, Share
 from .train.answers import fitting_prompts, sample_answers, SampleConfig
@@ -354,7 +355,13 @@ def starting_policy(model: str = '') -> str:
     return str(next(Path(package.submodule_search_locations[0]).glob('*.gguf')))
 
 
-@makes_run(RealConfig)
+def _files_read(cfg: RealConfig) -> list[str]:
+    "List the files of the library that a run reads."
+    names = ['real_topics.txt'] if cfg.sizes else ['real_topics.txt', 'real.yaml']
+    return [os.path.relpath(notebooks_folder()/'recipes'/name, root()) for name in names]
+
+
+@makes_run(RealConfig, reads=_files_read)
 def run(cfg: RealConfig, run: Run):
     "Answer the plain topics; writes the splits, the judges and world.json."
     start_from = starting_policy(cfg.model)

@@ -10,6 +10,7 @@ __all__ = ['OLDEST', 'check_trl', 'to_datasets', 'read_completions', 'group_wins
 import re
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 from transformers.trainer_callback import TrainerCallback
@@ -24,9 +25,10 @@ from .judging.stats import mean
 from .model.loading import load_tokenizer
 from .model.policy import Policy
 from .model.rewards import reward
+from .run.paths import at_root
 from .run.settings import Config
 from .train.answers import sample_answers, SampleConfig
-from .worlds.folder import read_world, SPLITS
+from .worlds.folder import read_world, SPLITS, World
 
 # %% ../nbs/with_trl.ipynb #0b916eb0
 OLDEST = '1.12.0'   # of TRL
@@ -78,15 +80,25 @@ def _preference_rows(pairs: list[dict], utility) -> list[dict]:
     return rows
 
 # %% ../nbs/with_trl.ipynb #c31bc889
+def _labels_of(world: World) -> str:
+    "Find the labels of a world, its own or those of its farm; ValueError if there are none."
+    if world.preferences: return world.path(world.preferences)
+    folder = Path(world.folder)
+    runs = folder.parent if folder.name == 'world' else Path(f'{folder}_runs')
+    if at_root(runs/'annotators').exists(): return str(runs/'annotators')
+    raise ValueError(f'world = {folder}: its labels are not in {runs}/annotators. Run its farm, '
+                     'or name a run of annotators or a file in `preferences`')
+
+
 def to_datasets(
-    world: str = 'runs/world',              # folder of the world
-    preferences: str = 'runs/annotators',   # labels: a run of annotators or a file
+    world: str = 'runs/world',   # folder of the world
+    preferences: str = '',       # labels: a run of annotators or a file; empty: the world's
 ):  # a DatasetDict
-    """Return a world's splits in TRL's columns, beside them the utility.
+    """Return a world's splits in TRL's columns, with the utility; ValueError without labels.
 
     Parameters:
       world : folder of the world
-      preferences : labels: a run of annotators or a file
+      preferences : labels: a run of annotators or a file; empty: the world's
     Returns: a DatasetDict
     """
     from datasets import Dataset, DatasetDict
@@ -96,7 +108,8 @@ def to_datasets(
     splits = {}
     for split in SPLITS if found.base else SPLITS[1:]:
         if split == 'preference':
-            pairs = load_records(preferences, 'preferences', 'preference')
+            labels = preferences or _labels_of(found)
+            pairs = load_records(labels, 'preferences', 'preference')
             rows = _preference_rows(pairs, utility)
         else: rows = _demonstration_rows(load_records(world, split), utility)
         splits[split] = Dataset.from_list(rows)
@@ -273,6 +286,7 @@ class TruthCallback(TrainerCallback):
         "Answer the requests with the model as it is."
         trainer = self.trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
+        model = getattr(model, 'get_base_model', lambda: model)()   # adapters are inside it
         training = model.training
         policy = Policy(model.eval(), trainer.processing_class)
         answered = sample_answers(policy, self.records, self.sampling)

@@ -262,7 +262,8 @@ async def send(self: ApiClient, request: dict) -> tuple[dict, float]:
     import httpx, openai
     path = '/chat/completions' if 'messages' in request else '/completions'
     body = {name: value for name, value in request.items() if value is not None}
-    for _ in range(self.cfg.tries):
+    for k in range(self.cfg.tries):
+        if k: await asyncio.sleep(min(.5 * 2**(k - 1), 8))   # seconds, as the openai package waits
         got = await self.endpoint.post(path, body=body, cast_to=httpx.Response)
         answer = read_answer(got.content)
         if answer: return answer, got.elapsed.total_seconds()

@@ -42,10 +42,11 @@ def adapt_decoding(decoding: dict, given: dict = {}) -> dict:
     "Add the `given` fields to the fields of a request, in the form that the model takes."
     fields = {k: v for k, v in (decoding | given).items() if v is not None}
     if not REASONING_MODELS.search(fields['model']): return fields
-    for name in _FIXED_FIELDS:
-        if name not in given: fields.pop(name, None)
     limit = fields.pop('max_tokens', None)
-    if limit and 'max_tokens' not in given: limit += _REASONING_TOKENS
+    if fields.get('reasoning_effort') != 'none':
+        for name in _FIXED_FIELDS:
+            if name not in given: fields.pop(name, None)
+        if limit and 'max_tokens' not in given: limit += _REASONING_TOKENS
     if limit: fields.setdefault('max_completion_tokens', limit)
     return fields
 

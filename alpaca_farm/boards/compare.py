@@ -14,14 +14,15 @@ from itertools import combinations, cycle
 
 import numpy as np
 
-from .corrected import explain_win_rate, label_columns, match_labels
-from .corrected import read_people_labels
+from .corrected import explain_win_rate, judge_labelled, label_columns
+from .corrected import match_labels, read_people_labels
 from .judged import read_answers, short_names
 from .leaderboards import METHOD_COLOURS
 from ..data.dialogues import prompt_key
-from ..data.pairs import check_preferences, output_texts
+from ..data.pairs import output_texts
 from ..judging.judges import check_all_answered, JudgedConfig, load_annotators
-from ..judging.pools import annotator_name, preferences_over
+from ..judging.pools import annotator_name, mean_preferences, preferences_over
+from ..judging.pools import with_verdict
 from ..judging.stats import win_rate_interval
 from ..run.paths import at_root
 from ..run.runs import makes_run, read_log, read_signed, Run, write_csv, write_figure
@@ -119,17 +120,19 @@ def _win_rate_table(
     if labels:
         both = {name: (answers[b], answers[a]) for (a, b), name in pairs.items()}
         people = match_labels(labels, both)
+    def ask(pairs): return mean_preferences(judge, pairs)
     rows = []
     for (a, b), name in pairs.items():
         p = preferences_over(answers[b], answers[a], judge)
         check_all_answered(judge, name)
-        check_preferences(p)
-        won = win_rate_interval(p, seed=seed)
+        known = with_verdict(p, name)
+        won = win_rate_interval(known, seed=seed)
         row = dict(run=b, against=a, win_rate=won.value, low=won.low, high=won.high,
-                   instructions=len(p))
+                   instructions=len(known))
         if people:
-            row |= label_columns(p, people[name])
-            print(*explain_win_rate(name, annotator_name(judge), p, people[name]), sep='\n')
+            own = judge_labelled(people[name], ask)
+            row |= label_columns(p, own)
+            print(*explain_win_rate(name, annotator_name(judge), p, own), sep='\n')
         rows.append(row)
     return pd.DataFrame(rows)
 

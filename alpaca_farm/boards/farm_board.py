@@ -12,16 +12,16 @@ from collections import Counter
 import numpy as np
 
 from ..best_of_n import choose_best, score_candidates
-from .corrected import match_labels, read_people_labels
-from .judged import answers_to, judge_all, read_answers
+from .corrected import find_labels, judge_labelled
+from .judged import answers_to, judge_all, pair_preferences, read_answers
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from .text import taste_scorer, TEXT_COLUMNS, word_scorer
-from ..data.dialogues import full_instruction, prompt_key
-from ..data.pairs import match_prompts, output_texts, pair_up
+from ..data.dialogues import prompt_key
+from ..data.pairs import match_prompts, output_texts
 from ..data.records import load_records
 from ..judging.judges import api_clients
 from ..judging.pools import answer_preferences
-from ..judging.stats import replicate_interval
+from ..judging.stats import FEWEST_LABELS, known_mean, replicate_interval
 from ..run.files import read_json
 from ..run.paths import at_root
 from ..run.runs import read_summary, recipes, write_csv, write_figure
@@ -123,7 +123,7 @@ def _suffixed(
     for ending, times in endings.most_common(12):
         if times < .01*endings.total(): continue
         added = [dict(r, output=f'{r["output"][0]} {ending}') for r in answers]
-        liked = np.mean(np.concatenate(answer_preferences(added[:100], references, judge)))
+        liked = known_mean(np.concatenate(answer_preferences(added[:100], references, judge)))
         tried.append((liked, added))
     return max(tried, key=lambda pair: pair[0], default=(0, []))[1]
 
@@ -174,15 +174,15 @@ def _baseline_answers(folder: str, world: World, candidates: list[dict]) -> dict
 
 # %% ../../nbs/boards/farm_board.ipynb #79e412ad
 def _people_labels(labels: str, answers: dict) -> dict:
-    "People's labels of the rows that have any."
-    known = read_people_labels(labels)
-    labelled = {}
-    for name, rows in answers.items():
-        if name == 'sft': continue
-        pairs = pair_up(rows, answers['sft'])
-        if any((full_instruction(p), p['output_1'], p['output_2']) in known for p in pairs):
-            labelled[name] = rows, answers['sft']
-    return match_labels(labels, labelled)
+    "People's labels of all rows but SFT, None for a row with too few; empty if all have too few."
+    others = {name: (rows, answers['sft']) for name, rows in answers.items() if name != 'sft'}
+    found = {}
+    enough = False
+    for name, own in find_labels(labels, others).items():
+        labelled = own.number() >= FEWEST_LABELS
+        found[name] = own if labelled or own.same.all() else None
+        enough |= labelled
+    return found if enough else {}
 
 # %% ../../nbs/boards/farm_board.ipynb #4a5eccbc
 def farm_board(
@@ -216,7 +216,11 @@ def farm_board(
         if added: answers['one suffix for all'] = added
     judged = judge_all(answers, sft, judges, seed)
     columns = {name: ANSWER_COLUMNS[name] for name in ('length', 'characters')} | TEXT_COLUMNS
-    people = _people_labels(labels, answers) if labels else None
+    people = _people_labels(labels, answers) if labels else {}
+    first = next(iter(judges.values()))
+    def ask(pairs): return pair_preferences(pairs, first, seed)
+    for name, own in people.items():
+        if own: people[name] = judge_labelled(own, ask)
     board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=columns,
                         labels=people)
     kinds = _kinds(len(candidates[0]['output']))

@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from .corrected import label_columns
+from .corrected import label_columns, nothing_to_label
 from .length_control import length_controlled
 from .text import answer_mean
 from ..data.pairs import match_prompts, output_texts, read_preference
@@ -61,7 +61,8 @@ def leaderboard(
     n: int = 1000,     # bootstrap draws
     seed: int = 0,     # of these
     columns: dict = ANSWER_COLUMNS,
-    labels: dict | None = None,  # people's by model, but for the reference, for the first judge
+    # people's by model, but for the reference, for the first judge; None: a model has too few
+    labels: dict | None = None,
 ):  # a DataFrame with each judge's win rate in percent, `_low` and `_high` (95 %)
     """Make a board, best model of the first judge first; `_votes` and `_votes_se` are of sampled votes.
 
@@ -71,7 +72,6 @@ def leaderboard(
       reference : what the win rates are against
       n : bootstrap draws
       seed : of these
-      labels : people's by model, but for the reference, for the first judge
     Returns: a DataFrame with each judge's win rate in percent, `_low` and `_high` (95 %)
     """
     import pandas as pd
@@ -84,7 +84,9 @@ def leaderboard(
             row |= win_rate_interval(with_verdict(expected[method]), n, seed).columns(judge)
             if any(np.isnan(p).any() for p in expected.values()):
                 row[f'{judge}_unanswered'] = int(np.isnan(expected[method]).sum())
-        if labels: row |= label_columns(judged[first].expected[method], labels.get(method))
+        if labels:
+            p = judged[first].expected[method]
+            row |= label_columns(p, labels.get(method, nothing_to_label(len(p))))
         for judge, (_, votes) in judged.items():
             if not votes: continue
             won = win_rate(with_verdict(votes[method]))

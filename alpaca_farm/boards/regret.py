@@ -171,8 +171,9 @@ def judge_in_duels(
         differ = np.maximum(1 - equal[m], 1e-9)   # an equal answer is a half
         chance = np.clip((foretold[m] - equal[m]/2)/differ, 0, 1)
         share = np.clip((rates[m] - equal[m]/2)/differ, 0, 1)
-        won = round((counts[m]*share).sum())
-        p.append(binomtest(won, n, (counts[m]*chance).sum()/n).pvalue if n else 1.)
+        won = round(_WORTH*(counts[m]*share).sum())
+        worth = round(_WORTH*n)
+        p.append(binomtest(won, worth, (counts[m]*chance).sum()/n).pvalue if worth else 1.)
     number = np.maximum(number, 1)
     by_judge = (counts*foretold).sum(1)/number
     by_people = (counts*rates).sum(1)/number

@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from ..judging.stats import holm, replicate_interval, spearman_interval
+from ..judging.stats import holm, known_mean, replicate_interval, spearman_interval
 from ..run.runs import write_csv
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
@@ -54,8 +54,8 @@ def _simulation_table(tables: dict, seed: int):
     table = dict(method=tables['names'], replicates=len(tables['crowd']))
     for column in _COLUMNS:
         values = 100*(tables[column] - 1)
-        table |= replicate_interval(values, seed=seed).columns(column)
-        if len(values) > 1: table[f'{column}_sd'] = values.mean(1).std(0, ddof=1)
+        table |= replicate_interval(values, known_mean, seed=seed).columns(column)
+        if len(values) > 1: table[f'{column}_sd'] = known_mean(values, 1).std(0, ddof=1)
     table = pd.DataFrame(table)
     return table.sort_values('crowd', ascending=False, ignore_index=True, kind='stable')
 
@@ -70,7 +70,7 @@ def _some_methods(tables: dict, kept) -> dict:
 def _correlations(tables: dict, seed: int) -> dict[str, float]:
     "Spearman's correlations of the columns, over all rows and over the methods that gain."
     every = np.arange(len(tables['names']))
-    gaining = np.flatnonzero(tables['crowd'].mean((0, 1)) > 1.55)
+    gaining = np.flatnonzero(known_mean(tables['crowd'], (0, 1)) > 1.55)
     found = dict(gaining=len(gaining))
     for end, kept in (('', every), ('_gaining', gaining)):
         some = _some_methods(tables, kept)
@@ -88,15 +88,15 @@ def _method_differences(preferences, names: list[str], seed: int = 0):
     import pandas as pd
     from scipy.special import stdtr, stdtrit
     values = 100*np.asarray(preferences, dtype=float)
-    order = np.argsort(-values.mean((0, 1)), kind='stable')
+    order = np.argsort(-known_mean(values, (0, 1)), kind='stable')
     better, worse = np.transpose([*combinations(order, 2)])
     lead = values[..., better] - values[..., worse]
-    difference, low, high = replicate_interval(lead, seed=seed)
+    difference, low, high = replicate_interval(lead, known_mean, seed=seed)
     replicates, instructions, _ = lead.shape
     sd = np.nan
     freedom = instructions - 1
     if replicates > 1:
-        sd = lead.mean(1).std(0, ddof=1)
+        sd = known_mean(lead, 1).std(0, ddof=1)
         freedom = replicates - 1
     half = (high - low)/2
     with np.errstate(invalid='ignore', divide='ignore'):

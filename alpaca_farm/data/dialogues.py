@@ -80,7 +80,8 @@ def dialogue_text(messages: list[dict]) -> str:
 # %% ../../nbs/data/dialogues.ipynb #63bece4d
 def parse_dialogue(text: str) -> list[dict]:
     "Read the messages in a text in the form of hh-rlhf; ValueError if it begins with no turn."
-    start, *parts = re.split(r'\n\n(Human|Assistant):', '\n\n' + text.lstrip('\n'))
+    text = text.lstrip('\r\n')
+    start, *parts = re.split(r'\r?\n\r?\n(Human|Assistant):', f'\n\n{text}')
     turns = []
     if start:
         said = start.removeprefix('\n\nSystem:')

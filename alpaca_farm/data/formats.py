@@ -17,7 +17,8 @@ from typing import Callable, NamedTuple
 from .dialogues import as_messages, as_turn, dialogue_text, naming, parse_dialogue
 from .dialogues import prompt_messages, prompt_text, SYSTEM, TURN, turns_text
 from .dialogues import without_space
-from .pairs import ENDED, hash_uniform, is_preference, read_preference
+from .pairs import ENDED, hash_uniform, is_preference, plain_lines
+from .pairs import read_preference
 from ..run.paths import root
 
 # %% ../../nbs/data/formats.ipynb #4c74fe3f
@@ -80,13 +81,17 @@ def notice(text: str):
     print(text.removeprefix(f'{root()}/'))
 
 # %% ../../nbs/data/formats.ipynb #384256d0
+def _is_dialogue(value):
+    "Tell whether a value is the text of a dialogue that ends where an answer is expected."
+    if not isinstance(value, str): return False
+    text = plain_lines(value).strip()
+    return text.startswith('Human:') and text.endswith(TURN)
+
+
 def _turns(value, role):
     "Read a text said by `role`, a dialogue's text or messages as messages; no empty system turns."
-    if isinstance(value, str):
-        text = value.rstrip()
-        if role == 'user' and text.lstrip().startswith('Human:') and text.endswith(TURN):
-            return parse_dialogue(text)
-        return [dict(role=role, content=value)]
+    if role == 'user' and _is_dialogue(value): return parse_dialogue(value.rstrip())
+    if isinstance(value, str): return [dict(role=role, content=value)]
     if isinstance(value, dict): value = [value]
     if not (isinstance(value, list) and value):
         raise ValueError(f'{value!r:.60} is neither a text nor a list of messages')
@@ -96,7 +101,7 @@ def _turns(value, role):
 def _answered(text):
     "Read a text in the form of hh-rlhf, whose last turn must be the assistant's."
     turns = parse_dialogue(text)
-    if text.endswith(TURN) and turns[-1]['role'] != 'assistant':
+    if plain_lines(text).endswith(TURN) and turns[-1]['role'] != 'assistant':
         turns.append(dict(role='assistant', content=''))
     if turns[-1]['role'] == 'assistant': return turns
     raise ValueError(f'the dialogue has no "Assistant:" at its end: ...{text[-60:]!r}')
@@ -108,14 +113,23 @@ def _as_prompt(turns, given):
     return dict(messages=turns)
 
 # %% ../../nbs/data/formats.ipynb #92cc193e
-def _as_answer(turns):
-    "Write an answer, with the turns that follow it if there are any."
-    return without_space(turns_text(turns).removeprefix(TURN))
+def _as_answer(turns, text=False):
+    "Write an answer with the turns that follow; messages of the assistant in a row are one turn."
+    if text: return without_space(turns_text(turns).removeprefix(TURN))   # as hh-rlhf writes it
+    n = 0
+    while n < len(turns) and turns[n]['role'] == 'assistant': n += 1
+    said = '\n\n'.join(t['content'] for t in turns[:n])
+    return said + turns_text(turns[n:])
 
 # %% ../../nbs/data/formats.ipynb #ad0dca7a
 def _prompt(row, prompt):
     "Read a prompt alone."
     return _as_prompt(_turns(prompt, 'user'), prompt)
+
+
+def _behind_colon(prompt, answer):
+    "Return an answer without the spaces behind the colon, if its prompt ends with `Assistant:`."
+    return answer.lstrip(' ') if isinstance(answer, str) and _is_dialogue(prompt) else answer
 
 # %% ../../nbs/data/formats.ipynb #8b82f8fb
 def _dialogue(row, dialogue):
@@ -127,10 +141,12 @@ def _dialogue(row, dialogue):
     n = len(turns)
     while n and turns[n - 1]['role'] == 'assistant': n -= 1
     if n == len(turns): return dict(messages=turns)
+    if not n: raise ValueError('the dialogue is an answer alone. Put the turns before it')
     for field in ('output', 'output_1'):
         if field in row:
             raise ValueError(f'the dialogue ends with an answer, and there is {field!r} too')
-    return dict(messages=turns[:n], output=_as_answer(turns[n:]))
+    output = _as_answer(turns[n:], isinstance(dialogue, str))
+    return dict(messages=turns[:n], output=output)
 
 # %% ../../nbs/data/formats.ipynb #a33461b4
 def _said(turns):
@@ -158,17 +174,19 @@ def _shared(first, second):
     return shared
 
 # %% ../../nbs/data/formats.ipynb #a844171e
+_NO_PROMPT = 'there is no column of prompts: name it in `columns`, as in prompt=question'
+
+
 def _cut(prompt, *answers) -> tuple[dict, list[str]]:
     "Cut two dialogues, or two answers to a `prompt`, into the prompt and the two answers."
     begun = str(prompt or '').strip()
     whole = not begun or begun.endswith(TURN.strip())   # texts of whole dialogues begin with it
     bare = [isinstance(a, str) and not re.search('(Human|Assistant):', a) for a in answers]
     if not begun and all(bare):
-        raise ValueError('there is no column of prompts: name it in `columns`, as in '
-                         'prompt=question')
-    if whole and all(isinstance(a, str) and a.strip().startswith(begun) for a in answers):
-        first, second = map(_answered, answers)
-    else: first, second = (_turns(a, 'assistant') for a in answers)
+        raise ValueError(_NO_PROMPT)
+    texts = whole and all(isinstance(a, str) and a.strip().startswith(begun) for a in answers)
+    if texts: first, second = map(_answered, answers)
+    else: first, second = (_turns(_behind_colon(prompt, a), 'assistant') for a in answers)
     n = _shared(first, second)
     turns = first[:n]
     if prompt:
@@ -179,7 +197,8 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
         turns = turns[:max(0, end - len(given))] + given + turns[end:]
     answers = first[n:], second[n:]
     if turns and all(a and a[0]['role'] == 'assistant' for a in answers):
-        return _as_prompt(turns, prompt), list(map(_as_answer, answers))
+        return _as_prompt(turns, prompt), [_as_answer(a, texts) for a in answers]
+    if not turns and first[0]['role'] == 'assistant': raise ValueError(_NO_PROMPT)
     raise ValueError('the two dialogues have no turn of the assistant in common')
 
 # %% ../../nbs/data/formats.ipynb #9b9913c1
@@ -235,14 +254,25 @@ def _chosen(row, chosen, rejected, prompt=None):
     return make_preference(fields, better, worse, tie)
 
 
+def _turn_in(answer):
+    "Read a turn that stands as JSON in a column of text; any other answer as it is."
+    found = _parsed(answer)
+    return found if isinstance(found, dict) else answer
+
+
 def _chosen_turns(row, chosen, rejected, conversations):
-    "Read ShareGPT's preferences: two turns that follow a conversation."
-    return _chosen(row, chosen, rejected, conversations if isinstance(chosen, dict) else None)
+    "Read ShareGPT's preferences: turns that follow a conversation, or whole dialogues."
+    one = _turn_in(chosen)
+    other = _turn_in(rejected)
+    turns = [] if isinstance(one, str) else _turns(one, 'assistant')
+    alone = bool(turns) and all(t['role'] == 'assistant' for t in turns)
+    return _chosen(row, one, other, conversations if alone else None)
 
 # %% ../../nbs/data/formats.ipynb #dc91dcae
 def _pair(row, prompt, first, second, *preference):
     "Read a prompt, two answers to it, and the preference if it is given."
-    pair = dict(_prompt(row, prompt), output_1=first, output_2=second)
+    answers = dict(output_1=_behind_colon(prompt, first), output_2=_behind_colon(prompt, second))
+    pair = _prompt(row, prompt) | answers
     return dict(pair, preference=preference[0]) if preference else pair
 
 # %% ../../nbs/data/formats.ipynb #5eb392ca
@@ -319,7 +349,7 @@ def _completions(row, instruction, completions):
 def _completion(row, prompt, completion):
     "Read TRL's prompt and completion, which may repeat the prompt."
     asked = _turns(prompt, 'user')
-    turns = _turns(completion, 'assistant')
+    turns = _turns(_behind_colon(prompt, completion), 'assistant')
     answer = turns[_repeated(asked, turns[:len(asked)]):]
     return dict(_as_prompt(asked, prompt), output=_as_answer(answer))
 
@@ -663,10 +693,15 @@ def _read_format(row, reader, kinds):
         raise ValueError(f'no row of {reader.text} ({type(e).__name__}: {e})') from e
     rest = {k: v for k, v in row.items() if k not in (*reader.columns, *reader.more)}
     if {'messages', 'instruction'} & fields.keys():
-        other = str(rest.pop('instruction', '') or '').split()
-        if ' '.join(other) not in ' '.join(prompt_text(fields).split()):
-            raise ValueError(f'there is an `instruction` beside the prompt, {" ".join(other)!r:.60}, '
-                             'which the model is not shown. Call it `system`, or remove it')
+        told = ' '.join(prompt_text(fields).split())
+        for name in ('instruction', 'prompt'):
+            other = rest.get(name) or ''
+            if isinstance(other, list): other = prompt_text(dict(messages=_turns(other, 'user')))
+            other = ' '.join(str(other).split())
+            if other in told: continue
+            raise ValueError(f'there is `{name}` beside the prompt, {other!r:.60}, which the '
+                             'model is not shown. Call it `system`, or remove it')
+        rest.pop('instruction', None)
     return rest | fields
 
 # %% ../../nbs/data/formats.ipynb #d9f6dbda

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'read_text', 'unique_fields', 'read_rows', 'check_record', 'check_records',
-           'load_rows', 'read_records', 'load_records', 'without_lists', 'each_answer', 'candidate_pair',
-           'first_places', 'select_candidates', 'merge_candidates']
+           'load_rows', 'read_all', 'each_once', 'read_records', 'load_records', 'without_lists', 'each_answer',
+           'candidate_pair', 'first_places', 'select_candidates', 'merge_candidates']
 
 # %% ../../nbs/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -365,11 +365,45 @@ def _kind_of(record, kinds):
     return kinds[-1]
 
 # %% ../../nbs/data/records.ipynb #42e012cf
-def read_records(
+def read_all(
     rows: list[dict],   # as they stand in a file
     where: str,         # the file, for messages
     kind: str | tuple = 'instruction',   # kind of record (FIELDS), or several allowed kinds
     columns: str = '',  # names of columns, as in instruction=question,output=answer
+    n: int = 0,         # only the first n; all if 0
+) -> list[dict]:
+    """Make rows checked records, and print what was used; ValueError names row and field.
+
+    Parameters:
+      rows : as they stand in a file
+      where : the file, for messages
+      kind : kind of record (FIELDS), or several allowed kinds
+      columns : names of columns, as in instruction=question,output=answer
+      n : only the first n; all if 0
+    """
+    kinds = (kind,) if isinstance(kind, str) else kind
+    every = rows
+    rows = rows[:n or None]
+    if 'preference' not in kinds: every = rows   # all labels tell their code, the first may not
+    records = as_records(every, where, kinds, columns)[:len(rows)]
+    said = describe_columns(rows, records, parse_columns(columns))
+    records = check_records(records, _kind_of(records[0] if records else {}, kinds), where)
+    if said: notice(f'{where}: {said}')
+    return records
+
+
+def each_once(records: list[dict]) -> list[dict]:
+    "Keep one of records that are exactly the same."
+    by_text = {json.dumps(r, sort_keys=True, default=str): r for r in records}
+    return list(by_text.values())
+
+
+def read_records(
+    rows: list[dict],   # as they stand in a file
+    where: str,         # the file, for messages
+    kind: str | tuple = 'instruction',   # kind of record (FIELDS), or several allowed kinds
+    columns: str = '',  # names of columns, as in `read_all`
+    n: int = 0,         # only the first n; all if 0
 ) -> list[dict]:
     """Make rows checked records, each once, and print what was used; ValueError names row and field.
 
@@ -377,17 +411,14 @@ def read_records(
       rows : as they stand in a file
       where : the file, for messages
       kind : kind of record (FIELDS), or several allowed kinds
-      columns : names of columns, as in instruction=question,output=answer
+      columns : names of columns, as in `read_all`
+      n : only the first n; all if 0
     """
-    kinds = (kind,) if isinstance(kind, str) else kind
-    records = as_records(rows, where, kinds, columns)
-    said = describe_columns(rows, records, parse_columns(columns))
-    records = check_records(records, _kind_of(records[0] if records else {}, kinds), where)
-    by_text = {json.dumps(r, sort_keys=True, default=str): r for r in records}
-    if said: notice(f'{where}: {said}')
-    repeated = len(records) - len(by_text)
+    records = read_all(rows, where, kind, columns, n)
+    kept = each_once(records)
+    repeated = len(records) - len(kept)
     if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
-    return list(by_text.values())
+    return kept
 
 # %% ../../nbs/data/records.ipynb #8cf3f3f0
 def load_records(
@@ -407,7 +438,7 @@ def load_records(
       columns : names of columns, as in `read_records`
     """
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
-    return read_records(rows[:n or None], where, kind, columns)
+    return read_records(rows, where, kind, columns, n)
 
 # %% ../../nbs/data/records.ipynb #4e3d1b80
 LISTS = ('output', 'source', 'scores', 'ended')

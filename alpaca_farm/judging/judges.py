@@ -29,8 +29,7 @@ from ..data.records import candidate_pair, check_records, find_file, load_record
 from ..data.records import read_rows, read_text
 from .label_files import label_file
 from .parsers import check_parser, PARSERS, without_echo
-from .pools import annotator_preferences, Pool, pool_members, pool_weights
-from .pools import report_missing
+from .pools import annotator_preferences, Pool, pool_members, report_missing
 from .prompts import entry_model, is_population, judge_config_file, judge_files
 from .prompts import model_kind, read_judge_config, suggest_names
 from .stats import sigmoid
@@ -479,9 +478,7 @@ def _load_configuration(spec, cfg):
         judges.append(LocalJudge(e, cfg) if here else ApiJudge(e, client))
     if len(judges) == 1: return judges[0]
     given = parse_mapping('weights', getattr(cfg, 'weights', []), float)
-    pool = Pool(name, judges, [given.get(j.name, 1.) for j in judges])
-    pool_weights(pool)   # an error if all are 0
-    return pool
+    return Pool(name, judges, [given.get(j.name, 1.) for j in judges])
 
 # %% ../../nbs/judging/judges.ipynb #3d309b52
 JUDGES = dict(

@@ -152,7 +152,12 @@ def cast_votes(
     p = np.asarray(preferences, dtype=float)
     given = p[~np.isnan(p)]
     if np.isin(given, (1, 1.5, 2)).all(): return p
-    if len(p) == 1: p = np.repeat(p, 4, 0)
+    few = len(p)
+    if few < 4:   # some vote again, each time by another coin
+        orders = [annotator_order(pair, np.ones(few), seed) for pair in pairs]
+        who = np.transpose(orders)[np.arange(4 - few) % few]
+        again = p[who, :, np.arange(len(pairs))]   # (votes, pairs, 2)
+        p = np.concatenate([p, np.swapaxes(again, 1, 2)])
     votes = np.empty(p.shape)
     for k, order, i in np.ndindex(p.shape):
         votes[k, order, i] = decide_vote(pairs[i], p[k, order, i], f'{seed} {k}')
@@ -248,14 +253,14 @@ def _or_nan(measure, *votes):
 # %% ../../nbs/judging/measures.ipynb #e0ea8cc9
 def _four_votes(votes, orders):
     """Choose four votes on each pair (or as many as judges), each in the order of its coin;
-    all votes of a judge who was asked in one order."""
+    all votes if there are fewer than four judges, or of a judge who was asked in one order."""
     annotators, _, pairs = votes.shape
-    if np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, pairs)
-    chosen = np.empty((max(4, annotators), pairs))
+    if annotators < 4 or np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, pairs)
+    chosen = np.empty((annotators, pairs))
     every_pair = np.arange(pairs)
     for k, row in enumerate(chosen):
         order = orders[:, k % 4]
-        row[:] = votes[k % annotators, order, every_pair]
+        row[:] = votes[k, order, every_pair]
     return chosen
 
 # %% ../../nbs/judging/measures.ipynb #d88c27df
@@ -300,7 +305,8 @@ def judge_measures(
     hits = (shares*mode).sum(0)
     hits += ~traits.ties*shares[1]*mode.sum(0)/2   # half right where nobody else casts one
     decided = mode[[0, 2]].max(0) == 1
-    raters = np.vstack([people, four[:1]])
+    first = np.isnan(four).argmin(0)   # the judge's first vote on each pair
+    raters = np.vstack([people, four[first, np.arange(four.shape[1])]])
     longer = _feature_preference(every, traits.longer)
     measures = dict(
         accuracy=_share(hits.sum(), table.sum()),

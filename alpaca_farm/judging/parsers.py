@@ -83,9 +83,24 @@ def _find_labels(text: str, patterns: dict) -> list[_Found]:
     return sorted(found)
 
 # %% ../../nbs/judging/parsers.ipynb #663e705b
+_WORSE = re.compile(
+    r"n['\u2019]t\b|\b(?:not|no|never|less|least|worse|worst|weaker|weakest|poorer|poorest|inferior|"
+    r'lower|lowest|loser|loses|losing|rejected|avoid|bad|wrong|incorrect|flawed|unhelpful|unsafe|'
+    r'harmful)\b', re.IGNORECASE)
+
+
+def _is_heading(line: str) -> bool:
+    "Tell whether a line or sentence is the heading of what follows: marked as one, or short."
+    if re.match(r'\s*(?:#|\*\*)|.*[:?][*_]*\s*$', line): return True
+    return len(line.split()) < (3 if re.search(r'[.!]\s*$', line) else 5)
+
+
 def _is_plain(text: str, found: _Found, one_line: bool, cut_off: bool) -> bool:
-    "Tell whether a label stands in a plain sentence, and at the end if the answer was cut off."
-    before = re.split(r'[.!]\s+|\n', text[:found.start])[-1]
+    """Tell whether a label stands in a plain sentence, not below a heading that may name the worse
+    answer, and at the end if the answer was cut off."""
+    *above, before = re.split(r'(?<=[.!])\s+|\n', text[:found.start])
+    heading = next((line for line in reversed(above) if line.strip()), '')
+    if _is_heading(heading) and _WORSE.search(heading): return False
     behind = text[found.end:]
     if one_line: behind = behind.partition('\n')[0]
     if cut_off and re.search(r'\w', behind): return False

@@ -66,7 +66,10 @@ def annotator_order(
       weights : weights of the judges; a judge of weight 0 is not drawn
     """
     text = pair_identity(pair)
-    keys = {a: hash_uniform(seed, 'who', a, *text)**(1/w) for a, w in enumerate(weights) if w}
+    keys = {}
+    for a, w in enumerate(weights):
+        u = hash_uniform(seed, 'who', a, *text)
+        if w: keys[a] = math.log(max(u, 1e-300))/w   # u**(1/w) would be 0 for a small weight
     return np.array(sorted(keys, key=keys.get, reverse=True))
 
 # %% ../../nbs/judging/pools.ipynb #dffb3694
@@ -77,10 +80,14 @@ class Pool:
     annotators: list
     weights: list | None = None   # how often each judge is drawn, in proportion; None: equally
 
+    def __post_init__(self): pool_weights(self)   # an error if all are 0
+
     def __call__(self, pairs: list[dict]) -> list[float]:
-        "Average the preferences of all judges by their weights."
-        preferences = [annotator(pairs) for annotator in self.annotators]
-        return np.average(preferences, axis=0, weights=self.weights).tolist()
+        "Average the preferences of all judges with a weight by their weights."
+        weights = pool_weights(self)
+        heard = np.flatnonzero(weights)
+        preferences = [self.annotators[k](pairs) for k in heard]
+        return np.average(preferences, axis=0, weights=weights[heard]).tolist()
 
 # %% ../../nbs/judging/pools.ipynb #30631d6c
 def _explain_missing_field(name: str, e: KeyError, pairs: list[dict]):
@@ -153,7 +160,7 @@ def both_orders(
     judge,              # a judge or a pool
     pairs: list[dict],
 ) -> np.ndarray:        # (judges, 2, pairs) as the pair is; [:, 1]: shown exchanged
-    """Ask a judge, or all judges of a pool, about each pair in both orders; nan without a label.
+    """Ask a judge, or all judges of a pool with a weight, in both orders; nan without a label.
 
     Parameters:
       judge : a judge or a pool
@@ -168,7 +175,10 @@ def both_orders(
         preferences[:, :, at] = judge.both_orders(shown)
         return preferences
     shown += [swap_outputs(pair) for pair in shown]
-    for own, annotator in zip(preferences, members):
+    for own, annotator, weight in zip(preferences, members, pool_weights(judge)):
+        if not weight:
+            own[:, at] = np.nan
+            continue
         as_is, exchanged = np.split(annotator_preferences(shown, annotator), 2)
         own[0, at] = as_is
         own[1, at] = 3 - exchanged
@@ -177,8 +187,10 @@ def both_orders(
 
 def mean_preferences(judge, pairs: list[dict]) -> np.ndarray:
     "Average preferences (pairs,) over both orders and a pool's weights; nan if a label is missing."
-    mean = both_orders(judge, pairs).mean(1)
-    return np.average(mean, axis=0, weights=pool_weights(judge))
+    weights = pool_weights(judge)
+    heard = weights > 0
+    mean = both_orders(judge, pairs)[heard].mean(1)
+    return np.average(mean, axis=0, weights=weights[heard])
 
 # %% ../../nbs/judging/pools.ipynb #b08bd720
 def answer_preferences(

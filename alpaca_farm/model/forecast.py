@@ -104,6 +104,7 @@ def text_passes(
     if 'rollouts' in own:
         texts = own['steps']*own['rollouts']
         learned = own.get('ppo_epochs', 1)*(2 if own.get('advantage') == 'gae' else 1)
+        if own.get('advantage') == 'gae': own['more'] += 1   # the value model reads them once more
     if notebook == 'expert_iteration':
         texts *= own['rounds']
         learned /= own['n']

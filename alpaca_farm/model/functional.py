@@ -71,6 +71,7 @@ def selected_logprobs(
     tokens,                   # (N,)
     temperature: float = 1.,  # at which they were sampled
     chunk: int = 0,           # rows whose logits are in memory; 0: as many as take 128 MiB
+    never=None,               # tokens that are left out, unless they are the chosen ones
     **head,                   # bias (V,), scale and cap, as in `head_logits`
 ) -> torch.Tensor:  # (N,), differentiable in hidden, weight and bias
     """Compute log-probs of tokens without all N x V logits in memory.
@@ -81,6 +82,7 @@ def selected_logprobs(
       tokens : (N,)
       temperature : at which they were sampled
       chunk : rows whose logits are in memory; 0: as many as take 128 MiB
+      never : tokens that are left out, unless they are the chosen ones
       head : bias (V,), scale and cap, as in `head_logits`
     Returns: (N,), differentiable in hidden, weight and bias
     """
@@ -90,7 +92,11 @@ def selected_logprobs(
                          f'{shapes}: select the response positions first')
 
     def compute(states, chosen):
-        return token_logprobs(head_logits(states, weight, **head), chosen, temperature)
+        logits = head_logits(states, weight, **head)
+        if never is not None:
+            own = logits.gather(1, chosen[:, None])
+            logits = logits.index_fill(1, never, -torch.inf).scatter(1, chosen[:, None], own)
+        return token_logprobs(logits, chosen, temperature)
 
     chunk = chunk or max(1, 2**25//len(weight))
     if len(hidden) <= chunk: return compute(hidden, tokens)

@@ -278,6 +278,15 @@ def logits_of(policy: Policy, states: torch.Tensor) -> torch.Tensor:
     return head_logits(states, **_head_parts(policy))
 
 # %% ../../nbs/model/logprobs.ipynb #89ee98c7
+def _never_written(policy, size) -> torch.Tensor | None:
+    "The tokens below `size` that a policy never samples, if any."
+    config = getattr(policy.model, 'generation_config', None)
+    suppressed = getattr(config, 'suppress_tokens', None)
+    if not suppressed: return None
+    never = torch.tensor(suppressed, device=policy.device)
+    return never[never < size]
+
+
 def logprobs(
     policy: Policy,
     batch: dict,                # ids, mask, response: (B, T) each
@@ -294,9 +303,11 @@ def logprobs(
     """
     if states is None: states = answer_states(policy, batch)
     chosen = batch['response'][:, 1:].bool()
-    tokens = batch['ids'][:, 1:]
-    logp = selected_logprobs(states[:, :-1][chosen], tokens=tokens[chosen],
-                             temperature=temperature, **_head_parts(policy))
+    tokens = batch['ids'][:, 1:][chosen]
+    head = _head_parts(policy)
+    never = _never_written(policy, len(head['weight']))
+    logp = selected_logprobs(states[:, :-1][chosen], tokens=tokens, temperature=temperature,
+                             never=never, **head)
     out = torch.zeros(batch['ids'].shape, device=logp.device)
     out[:, 1:][chosen] = logp.float()
     return out

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..ask.client import ApiClient, ApiConfig, ask
 from ..ask.protocol import adapt_decoding, answer_text, parse_decoding
+from ..ask.protocol import REASONING_MODELS
 from ..data.dialogues import without_thoughts
 from ..data.pairs import hash_uniform
 from ..data.shown import example_text
@@ -194,11 +195,17 @@ class ServedWriter:
         return [text or Written('', False, 'refused') for text in written]
 
     def choose(self, prompts: list, labels) -> list[float]:
-        "Give the probability of the second label behind each prompt; nan if no label is likely."
+        """Give the probability of the second label behind each prompt; nan if no label is likely.
+        ValueError for a model that returns no log-probs, since it reasons."""
+        decoding = parse_decoding('decoding', self.cfg.decoding)
+        if REASONING_MODELS.search(self.model) and decoding.get('reasoning_effort') != 'none':
+            raise ValueError(f'{self.model} returns no log-probs while it reasons: name another '
+                             'model, or decoding = {"reasoning_effort": "none"} if it knows that')
         fields = []
         for prompt in prompts:
             likely = dict(logprobs=5)
             if not isinstance(prompt, str): likely = dict(logprobs=True, top_logprobs=20)
-            fields.append(dict(max_tokens=1, temperature=0, **likely))
+            fields.append(adapt_decoding(dict(model=self.model, max_tokens=1, temperature=0),
+                                         decoding | likely))
         def read(i, answer): return _shown_label(answer, labels)
         return [math.nan if p is None else p for p in self.ask(prompts, fields, read)]

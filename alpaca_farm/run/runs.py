@@ -637,9 +637,10 @@ class Health:
         for name, value in record.items(): self.past.setdefault(name, []).append(value)
 
 # %% ../../nbs/run/runs.ipynb #dcf83792
-def _check_writable(folder: Path):
-    "OSError if a folder cannot be written or made."
-    nearest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+def _check_writable(folder: Path, moved: bool = False):
+    "OSError if a folder cannot be written or made; one that is moved needs the folder around it."
+    places = folder.parents if moved else (folder, *folder.parents)
+    nearest = next(p for p in places if os.path.lexists(p))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise OSError(f'out = {folder}: cannot write there ({nearest} is no folder, or read-only)')
 
@@ -970,7 +971,8 @@ def _tell_move(
     config: dict,   # `config.json` of the run that is there
     others: dict,   # that run's values of the settings in which the two runs differ
 ):
-    "Say that the run in a folder is moved, and how both stay in their places."
+    "Say that the run in a folder is moved, and how both stay; OSError if it cannot."
+    _check_writable(at_root(cfg.out).resolve(), moved=True)
     made = ', '.join(f'{name} = {value!r}' for name, value in others.items())[:200]
     earlier = config.get('versions', {}).get('alpaca_farm') != __version__
     made = 'an earlier version of this library' if earlier else made or 'other inputs or code'

@@ -138,8 +138,7 @@ def sample_rollout(
     _, _, groups = sample(policy, records, cfg, seed=seed, prompts=prompts)
     samples = [s for s, in groups]
     batch = rollout_batch(prompts, [s.tokens for s in samples], tokenizer.pad_token_id)
-    suppressed = policy.model.generation_config.suppress_tokens
-    if dtype_of(cfg) == torch.float32 and not suppressed:
+    if dtype_of(cfg) == torch.float32:
         logps = torch.cat([torch.tensor(s.logprobs) for s in samples])
         on = batch['response'].bool()
         batch['old_logp'] = torch.zeros(on.shape).masked_scatter(on, logps)
@@ -258,6 +257,7 @@ class CheckpointSelector:
         if won > trainer.extra.get('best', -1.) or (last and not self.annotate):
             trainer.extra.update(best=won, best_step=step)
             save_model(policy, trainer.run, whole=False)
+            trainer.due = not last   # a run that is resumed begins no earlier than this model
         trainer.keep(policy)
         return figures
 

@@ -165,7 +165,7 @@ def preflight(
       reward : records -> scores, which `cfg.reward_model` names
     """
     control = len(control_tokens(policy.tokenizer))   # which stand before every prompt
-    check_positions(policy, getattr(cfg, 'max_length', 0) + control, 'max_length')
+    check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')   # with its own of these
     if not splits: return
     answered = cfg.max_prompt + control + cfg.max_new_tokens
     check_positions(policy, answered, 'max_prompt + max_new_tokens')

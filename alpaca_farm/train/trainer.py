@@ -201,6 +201,7 @@ class Trainer:
         self.total = total
         self.shown = shown
         self.step = 0
+        self.due = False   # whether a checkpoint is written after this step in any case
         self.extra = {}
         if 'epochs' in vars(run.cfg): run.health(few_steps(run.cfg, total))
         self.policies = policies
@@ -426,8 +427,9 @@ def steps(self: Trainer):
         next_end = ended if last else ended + (ended - began)
         late = torch.tensor(next_end - saved > SAVE_AFTER, device=self.accelerator.device)
         due = self.step % self.cfg.checkpoint_every == 0 and not last
-        if due or add_up(late.float()):   # late in any process
+        if due or self.due or add_up(late.float()):   # late in any process
             self.save()
+            self.due = False
             saved = time.monotonic()
     self.optimizer.zero_grad()
     self.optimizer.state.clear()   # the answers at the end need the memory

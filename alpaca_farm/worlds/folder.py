@@ -8,15 +8,18 @@ __all__ = ['VERSION', 'SPLITS', 'ROLES', 'WAYS', 'World', 'check_sizes', 'read_w
 # %% ../../nbs/worlds/folder.ipynb #f01d0004
 import typing
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 from ..data.records import FILE_SUFFIXES
 from ..judging.judges import check_annotators
 from ..judging.prompts import is_population
 from ..run.files import read_json, write_json
-from ..run.paths import at_root, looks_like_hub, missing_path
+from ..run.paths import at_root, looks_like_hub, missing_path, module_of
 from ..run.runs import recipes
-from ..run.settings import as_type, folder_function, refuse_unknown, resolve, Share
+from ..run.settings import as_type, Config, folder_function, refuse_unknown, resolve
+from ..run.settings import Share
 
 # %% ../../nbs/worlds/folder.ipynb #f01d0007
 VERSION = 1
@@ -36,7 +39,8 @@ class World:
     pool: str = './pool.json'   # simulated judges: they label and judge
     preferences: str = ''       # labels that are there already, in place of the crowd's
     reader: str = ''            # module:function, path -> judge: reads the judges in the folder
-    label_flip: Share = 0.      # share of their labels that are flipped
+    # share of the labels of judges in the folder that a run flips, if it is not told otherwise
+    label_flip: Share = 0.
     utility: str = ''           # module:function, records -> utilities
     marks: str = ''             # module:function, records -> {mark: values}, which sum to it
     right: str = ''             # module:function, records -> what right answers say
@@ -47,7 +51,8 @@ class World:
     def path(self, name: str) -> str:
         "Return what a field names, as a path from the project's root if it is in the folder."
         if not name.startswith('.'): return name
-        return f'{self.folder}/{name[1:].strip("/")}'.rstrip('/')
+        inside = '' if name == '.' else name.removeprefix('./')
+        return f'{self.folder}/{inside}'.rstrip('/')
 
     @property
     def model(self) -> str:
@@ -80,10 +85,23 @@ def _check_judges(world: World, where: str):
         else: check_annotators(f'{where}: {role}', name)
 
 # %% ../../nbs/worlds/folder.ipynb #23b0c5fc
+@cache
+def _settings_of(notebook: str) -> list[str]:
+    "List the settings of a notebook, by the classes of its module."
+    names = []
+    for value in vars(import_module(module_of(notebook))).values():
+        if not isinstance(value, type) or not issubclass(value, Config): continue
+        if value.__module__ == module_of(notebook): names += [f.name for f in fields(value)]
+    return names
+
+
 def check_sizes(where: str, sizes: dict):
-    "Check that sizes are of runs or notebooks of the farm; TypeError for another name."
+    "Check that sizes are settings of runs or notebooks of the farm; TypeError for another name."
     farm = {name: row for name, row in recipes().items() if row['farm']}
     refuse_unknown(where, sizes, [*farm, *(row['notebook'] for row in farm.values())])
+    for name, own in sizes.items():
+        notebook = farm[name]['notebook'] if name in farm else name
+        refuse_unknown(f'{where}, {name}', own or {}, _settings_of(notebook))
 
 # %% ../../nbs/worlds/folder.ipynb #b1f21109
 def _check_world(world: World):

@@ -1,4 +1,5 @@
 "Agreement of judges with people: formats, joins, measures by loops, and published anchors."
+import itertools
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from alpaca_farm.boards import agreement as A
 from alpaca_farm.data.pairs import swap_outputs
 from alpaca_farm.judging.judges import read_recorded
 from alpaca_farm.judging.label_files import recorded_verdicts
+from alpaca_farm.judging.measures import cast_votes, judge_measures, pair_traits, people_votes
 from alpaca_farm.judging.pools import annotator_preferences
 from alpaca_farm.run.files import read_json
 from alpaca_farm.world import embedded_pairs
@@ -45,6 +47,29 @@ def test_pandalm():
     ties = verdicts._replace(preferences=np.where(unread, 1.5, verdicts.preferences))
     judge = A.agreement_board(sets, {which: ties}, draws=10).iloc[1]
     assert published(judge, 'accuracy', 'decided') == [.711, .774]
+
+
+def one_vote(given, orders):
+    "A judge that was asked about each pair in one order, as votes: (1, 2, pairs)."
+    votes = np.full((1, 2, len(given)), np.nan)
+    votes[0, orders, np.arange(len(given))] = given
+    return votes
+
+
+def test_a_vote_is_not_copied_and_counts_whichever_order_was_asked():
+    "Of two votes, one differs from the other in 2 x .8 x .2 of the pairs."
+    rng = np.random.default_rng(0)
+    pairs = [dict(instruction=str(i), input='', output_1='a', output_2='b') for i in range(2000)]
+    traits = pair_traits(pairs)
+    people = rng.choice([1., 2.], (4, 2000))
+    twice = 1. + (rng.random((1, 2, 2000)) < .8)
+    assert judge_measures(twice, people, traits)['variance'] == pytest.approx(.32, abs=.03)
+    contrary = 3 - people[0]
+    stored, exchanged, either = (judge_measures(one_vote(contrary, orders), people, traits)
+                                 for orders in (0, 1, rng.integers(2, size=2000)))
+    assert math.isnan(stored['variance'])
+    assert stored['alpha'] < -.05
+    assert exchanged['alpha'] == either['alpha'] == stored['alpha']
 
 
 @with_data
@@ -214,6 +239,29 @@ def paid(tmp_path, server, **more):
         out=str(tmp_path/'out'), store=str(tmp_path/'answers.sqlite'),
         prices=str(tmp_path/'prices.yaml'), sets=['alpaca_farm.world:embedded_pairs'],
         max_instances=20, draws=10, **more)
+
+
+@pytest.mark.parametrize('chances', [[.8], [.8, .6], [.9, .7, .6], [.8, .65, .7, .6]])
+def test_votes_of_few_unsure_judges_beside_all_votes_there_could_be(chances):
+    "Four votes, by turns in a random order; people all prefer the second answer."
+    pair = dict(input='', output_1='a', output_2='b', votes=dict.fromkeys('ABC', 2.))
+    pairs = [dict(pair, instruction=f'Say {i}.') for i in range(6000)]
+    given = np.empty((len(chances), 2, len(pairs)))
+    given[:] = 1 + np.array(chances)[:, None, None]
+    found = judge_measures(cast_votes(given, pairs), people_votes(pairs), pair_traits(pairs))
+    missed = []
+    errors = []
+    for order in itertools.permutations(chances):
+        for votes in itertools.product((0, 1), repeat=4):
+            four = zip(votes, itertools.cycle(order))
+            weight = math.prod(p if vote else 1 - p for vote, p in four)
+            missed.append(weight*(1 - (np.sign(sum(votes) - 2) + 1)/2))
+            differ = [vote != (sum(votes) - vote > 1.5) for vote in votes]
+            errors.append(weight*np.mean(differ))
+    orders = math.factorial(len(chances))
+    assert found['bias'] == pytest.approx(sum(missed)/orders, abs=.02)
+    assert found['variance'] == pytest.approx(sum(errors)/orders, abs=.02)
+    assert found['accuracy'] == pytest.approx(np.mean(chances), abs=.02)
 
 
 def test_a_judge_behind_an_endpoint_has_a_price_and_a_time(tmp_path, server):

@@ -96,3 +96,10 @@ def test_the_reference_does_not_read_the_token(base, conditioned):
 def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):
     with pytest.raises(ValueError, match='control token'):
         binary_feedback.train(given(base, policy=conditioned.out, out=str(tmp_path/'twice')))
+
+
+def test_tokens_of_this_run_count_against_the_positions(base, models, tmp_path):
+    limit = models.policy.config.max_position_embeddings
+    with pytest.raises(ValueError, match=f'max_length . token_times: {limit + 1} tokens'):
+        train = binary_feedback.train
+        train(given(base, max_length=limit - 1, token_times=2, out=str(tmp_path/'long')))

@@ -1,18 +1,22 @@
 "A world of a user's model and data: forecast first, errors before any work, then the farm."
 import dataclasses
 import json
+import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import tiny
 from judge_server import judge_server
-from alpaca_farm import bring_your_own, farm, real
+from alpaca_farm import bring_your_own, farm, real, rlcd
 from alpaca_farm.bring_your_own import _read_own, BringYourOwnConfig, divide_prompts, forecast
 from alpaca_farm.bring_your_own import METHODS, own_sizes, planned_runs
 from alpaca_farm.data.records import load_records
+from alpaca_farm.model.loading import model_config
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.real import RealConfig
+from alpaca_farm.rlcd import RLCDConfig
 from alpaca_farm.run.runs import describe_run, Run
 
 JUDGE = """
@@ -74,21 +78,61 @@ def test_runs_choose_for_their_size_and_the_users_file_counts_before(base, mine)
     assert 1e3 < cfg.weights_counted < 1e6
 
 
-def test_an_edited_recipe_makes_another_run(base, tmp_path):
-    file = tmp_path/'recipe.yaml'
+def test_an_edited_recipe_makes_another_run(base, tmp_path, monkeypatch):
+    "A file of the user's, a task of RLCD, and the library's own files that the real world reads."
     marks = []
-    for beta in (.2, .9):
-        file.write_text(f'dpo: {{beta: {beta}}}')
-        own = BringYourOwnConfig(recipe=str(file))
-        farm_of_real = RealConfig(sizes=str(file), model=str(base/'sft'))
-        marks.append([describe_run(own, bring_your_own.run)['fingerprint'],
-                      describe_run(farm_of_real, real.run)['fingerprint']])
-    assert all(one != other for one, other in zip(*marks))
+    def note(cfg, train, reads, several):
+        marks.append(describe_run(cfg, train, reads)['fingerprint'])
+        return SimpleNamespace(done=True)
+    monkeypatch.setattr('alpaca_farm.run.runs.start', note)
+    library = shutil.copytree(tiny.ROOT/'nbs'/'recipes', tmp_path/'recipes')
+    monkeypatch.setattr(real, 'notebooks_folder', lambda: tmp_path)
+    file = tmp_path/'recipe.yaml'
+    task = tmp_path/'task.yaml'
+    policy = str(base/'sft')
+    def edited(path, text):
+        def make():
+            bring_your_own.run(BringYourOwnConfig(recipe=str(file)))
+            real.run(RealConfig(sizes=str(file), model=policy))
+            real.run(RealConfig(model=policy))
+            rlcd.run(RLCDConfig(task=str(task), policy=policy, data=str(base/'world')))
+            return [marks.pop() for _ in range(4)][::-1]
+        before = make()
+        path.write_text(text)
+        return [one != other for one, other in zip(before, make())]
+    file.write_text('dpo: {beta: .2}')
+    own = (tiny.ROOT/'tests'/'data'/'task.yaml').read_text()
+    task.write_text(own)
+    topics = (library/'real_topics.txt').read_text()
+    assert edited(file, 'dpo: {beta: .9}') == [True, True, False, False]
+    assert edited(task, own + '\n# edited\n') == [False, False, False, True]
+    assert edited(library/'real_topics.txt', f'{topics}Why?\n') == [False, True, True, False]
+    assert edited(library/'real.yaml', 'dpo: {beta: .9}') == [False, False, True, False]
+
+
+def test_a_setting_that_no_run_has_is_refused_first(mine, tmp_path):
+    "In the recipe, under the name of a run or of its notebook."
+    for name, wrong, right in (('dpo', 'betta', 'beta'), ('rloo', 'rolouts', 'rollouts'),
+                               ('best_of_n', 'temprature', 'temperature')):
+        file = tiny.write(tmp_path/'wrong.yaml', {name: {wrong: 1}})
+        with pytest.raises(TypeError, match=f'{name}.*{wrong}|{wrong}.*{name}.*mean {right}'):
+            BringYourOwnConfig(**mine | dict(recipe=file))
+
+
+def test_prompts_that_the_model_cannot_read_are_refused_first(mine):
+    "By its positions, with the answer behind them; the limit itself is read."
+    limit = model_config(mine['model']).max_position_embeddings
+    def check(most):
+        cfg = BringYourOwnConfig(**mine | dict(max_prompt=110, max_new_tokens=most))
+        _read_own(Run(cfg, dict(settings={})))
+    check(limit - 110)
+    with pytest.raises(ValueError, match=f'{limit + 1} tokens, but .* reads at most {limit} '):
+        check(limit - 109)
 
 
 def test_every_method_has_settings_that_exist(mine, tmp_path):
     "On its own settings, and with an adapter and a template."
-    given = mine | dict(methods=[*METHODS], lora_rank=2, template='alpaca', max_prompt=200)
+    given = mine | dict(methods=[*METHODS], lora_rank=2, template='alpaca', max_prompt=140)
     world = bring_your_own.run(BringYourOwnConfig(**given)).folder
     jobs = farm_jobs(FarmConfig(world=str(world)))
     for job in jobs:

@@ -13,13 +13,15 @@ from alpaca_farm.ask.store import Store
 from alpaca_farm.boards import compare
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.corrected import correct_mean, explain_win_rate, judge_agreement
-from alpaca_farm.boards.corrected import match_labels, people_difference, people_win_rate
-from alpaca_farm.boards.corrected import plan_labels, ppi_mean
+from alpaca_farm.boards.corrected import judge_labelled, match_labels, people_difference
+from alpaca_farm.boards.corrected import people_win_rate, PeopleLabels, plan_labels, ppi_mean
 from alpaca_farm.boards.farm_board import _people_labels
+from alpaca_farm.boards.judged import judge_all
+from alpaca_farm.boards.leaderboards import leaderboard, leaderboard_figure
 from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.judging.measures import people_votes
-from alpaca_farm.judging.pools import preferences_over
+from alpaca_farm.judging.pools import mean_preferences, preferences_over
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
 from published import llmbar_verdicts, pandalm_verdicts
@@ -143,6 +145,27 @@ def test_votes_are_averaged_over_the_pairs_of_an_instruction(tmp_path):
     np.testing.assert_equal(own.votes, want)
     assert own.drawn is None
     assert not own.same.any()
+
+
+def test_a_judge_compares_the_pairs_that_people_have_labelled(tmp_path):
+    "Where a request has others: here people vote as the judge does, on one reference of two or three."
+    rows = []
+    for i, (mine, reference) in enumerate(zip(MINE[:40], REFERENCES)):
+        won = len(mine['output']) - len(reference['output'][0])
+        rows.append(label(i, (np.sign(won) + 1)/2, drawn='random'))
+    own = match(tmp_path, rows)
+    assert judge_agreement(JUDGED[:40] - 1, own.votes[:40]) < .9
+    beside = judge_labelled(own, lambda pairs: mean_preferences(longest, pairs))
+    np.testing.assert_equal([*beside.judged.values()], 1 + own.votes[:40])
+    assert people_win_rate(JUDGED, beside).worth > 1.2*people_win_rate(JUDGED, own).worth
+    assert people_difference((JUDGED, beside), (JUDGED, beside)).value == 0
+
+    # the half of an equal answer counts as one of three, whatever is labelled
+    thrice = [dict(r, output=[*r['output'], 'o'*(2 + i % 17)]) for i, r in enumerate(REFERENCES)]
+    partly = match(tmp_path, rows, references=thrice)
+    np.testing.assert_allclose(partly.votes[:40], 1/6 + own.votes[:40]*2/3)
+    again = judge_labelled(partly, lambda pairs: mean_preferences(longest, pairs))
+    np.testing.assert_allclose([*again.judged.values()], 1 + partly.votes[:40])
 
 
 def test_the_same_answer_twice_is_a_half_of_the_corrected_rate(tmp_path):
@@ -307,14 +330,35 @@ def test_compare_takes_labels(answers, tmp_path, capsys):
     assert 'skilled_over_middling_corrected' in read_summary(out)
 
 
+def test_compare_leaves_out_a_request_without_a_verdict(capsys):
+    def silent(pairs): return [np.nan if p['instruction'] == 'Say 3.' else v
+                               for p, v in zip(pairs, longest(pairs))]
+    row, = compare._win_rate_table(dict(a=REFERENCES, b=MINE), silent).to_dict('records')
+    assert row['instructions'] == 79
+    assert row['win_rate'] == pytest.approx(100*np.delete(JUDGED - 1, 3).mean())
+    assert 'b over a: no label on 1 of 80 requests' in capsys.readouterr().out
+
+
 def test_a_farm_takes_labels_of_some_of_its_rows(answers, tmp_path):
     labels = crowd_labels(answers, 'skilled', tmp_path, against='middling')
     sft = load_records(file_for(answers, 'middling'), kind='output')
     dpo = load_records(file_for(answers, 'skilled'), kind='output')
     ppo = [dict(r, output='No.') for r in sft]
-    found = _people_labels(labels, dict(sft=sft, dpo=dpo, ppo=ppo))
-    assert [*found] == ['dpo']
+    labelled = {r['instruction'] for r in read_json(labels)[:3]}
+    rloo = [mine if mine['instruction'] in labelled else other for mine, other in zip(dpo, ppo)]
+    rows = dict(sft=sft, dpo=dpo, ppo=ppo, rloo=rloo)
+    found = _people_labels(labels, rows)
     assert np.isfinite(found['dpo'].votes).sum() == 30
+    assert _people_labels(labels, dict(sft=sft, ppo=ppo, rloo=rloo)) == {}
+
+    judged = judge_all(rows, sft, dict(longest=longest))
+    board = leaderboard(judged, rows, 'sft', labels=found).set_index('method')
+    assert board.loc['sft', ['corrected', 'corrected_low', 'n_labels']].tolist() == [50, 50, 0]
+    assert board.loc['dpo', 'n_labels'] == 30
+    unlabelled = board.loc[['ppo', 'rloo']]
+    assert unlabelled.filter(regex='corrected|alone|worth').isna().all(axis=None)
+    assert unlabelled.n_labels.tolist() == [0, 0]
+    leaderboard_figure(board.reset_index())
 
 
 def test_a_draw_is_random_and_says_so(tmp_path):
@@ -366,3 +410,30 @@ def test_labels_of_public_data_are_recovered_from_a_part(tmp_path, data, n):
     assert covered.mean() > .93
     assert abs(error.mean()) < abs(f.mean() - y.mean())     # the judge's own error
     assert np.median(c.worth)/n == pytest.approx(WORTH[data], abs=.15)
+
+
+def half_equal(rng, rate=.9, requests=805, labels=200):
+    "A judge's preferences and people's labels where half of the answers are the same."
+    same = rng.random(requests) < .5
+    vote = (rng.random(requests) < rate).astype(float)
+    judged = np.where(rng.random(requests) < .15, 1 - vote, vote)
+    votes = np.full(requests, np.nan)
+    drawn = rng.choice(np.flatnonzero(~same), labels, replace=False)
+    votes[drawn] = vote[drawn]
+    return np.where(same, 1.5, 1 + judged), PeopleLabels(votes, 'random', same)
+
+
+def test_an_interval_with_equal_answers_is_about_all_requests_of_the_kind():
+    "The win rate of all such requests is 100 (.5 x .5 + .5 x .9); the share of equal ones varies."
+    rng = np.random.default_rng(0)
+    found = [people_win_rate(*half_equal(rng)).rate for _ in range(400)]
+    held = [i.low <= 70 <= i.high for i in found]
+    assert np.mean(held) == pytest.approx(.95, abs=.03)
+
+
+def test_a_forecast_of_labels_counts_no_equal_answers():
+    preferences, labels = half_equal(np.random.default_rng(1), requests=400, labels=60)
+    report = explain_win_rate('mine', 'judge', preferences, labels)
+    (needed,) = [int(line.split(' take ')[1].split()[0]) for line in report if '+-5 points' in line]
+    low, high = people_win_rate(preferences, labels).rate[1:]
+    assert needed == pytest.approx(60*((high - low)/10)**2, rel=.25)

@@ -292,6 +292,18 @@ def test_the_numbers_0_1_2_need_a_code(tmp_path, suffix):
     assert preferences(path) == [1.5, 1, 2]
 
 
+def test_all_labels_of_a_file_tell_their_code_if_only_the_first_are_read(tmp_path):
+    path = str(tmp_path/'a.json')
+    rows = [dict(PAIRS[i], preference=i) for i in range(3)]
+    put(tmp_path/'a.json', [dict(r, price_per_example=.1) for r in rows])   # AlpacaEval's
+    assert preferences(path, n=2) == [1.5, 1]
+    assert len(read_parts(path, n=2)[0].records) == 2
+    put(tmp_path/'a.json', [rows[1], dict(rows[2], preference=0)])   # 0 and 1: the second, the first
+    for read in (preferences, read_parts):
+        with fails('a.json', 'labels are 0, 1'):
+            read(path, n=1)
+
+
 def test_what_is_read_can_be_written(tmp_path):
     "Whatever stands in a column that no one reads."
     held = dict(at=[datetime.date(2026, 1, 2)], took=datetime.timedelta(1))
@@ -419,6 +431,10 @@ Q = dict(prompt='Why?', chosen='yes', rejected='no')
 ASKS = dict(instruction='Why?', output='So.')
 DONE = turned('Hi.', 'Yes?', 'Why?')
 GUESSED = turned('Why?', 'Guess.', 'Why?')
+LONE = {'from': 'gpt', 'value': 'x'}   # an answer of ShareGPT's preferences
+OTHER_ONE = {'from': 'gpt', 'value': 'y'}
+HH_ASKED = '\n\nHuman: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
+WINDOWS = HH_ASKED.replace('\n', '\r\n')
 VOTED = dict(conversation_a=turned('Why?', 'a'), conversation_b=turned('Why?', 'b'))
 ONE_TURN = dict(conversations=[{'from': 'human', 'value': 'Why?'}],
                 chosen={'from': 'gpt', 'value': 'x'}, rejected={'from': 'gpt', 'value': 'y'})
@@ -429,6 +445,24 @@ MEANT = {   # a row, and fields of what is read
     'scores as text': (dict(ASKS, output=['a', 'b'], scores=['3', '10']), dict(better='b')),
     'answers of digits': (dict(Q, chosen='2', rejected='1'), dict(better='2')),
     'one message': (ONE_TURN, dict(better='x', messages=DONE[2:])),
+    'one message as JSON': ({k: json.dumps(v) for k, v in ONE_TURN.items()},
+                            dict(better='x', messages=DONE[2:])),
+    'one message in a list': (dict(conversations=DONE[2:], chosen=[LONE], rejected=[OTHER_ONE]),
+                              dict(better='x', messages=DONE[2:])),
+    'line ends of Windows': (dict(chosen=f'{WINDOWS} So long.', rejected=f'{WINDOWS} What?'),
+                             dict(messages=TALK, better='So long.', worse='What?')),
+    'an answer behind line ends of Windows': (dict(prompt=WINDOWS, completion='So long.'),
+                                              dict(messages=TALK, output='So long.')),
+    'spaces behind the colon': (dict(prompt=HH_ASKED, chosen=' So long.', rejected='  What?'),
+                                dict(messages=TALK, better='So long.', worse='What?')),
+    'a completion behind the colon': (dict(prompt=HH_ASKED, completion=' So long.'),
+                                      dict(messages=TALK, output='So long.')),
+    'two answers behind the colon': (dict(P, instruction=HH_ASKED, output_1=' a', output_2=' b'),
+                                     dict(messages=TALK, better='a', worse='b')),
+    'an answer in two turns': (dict(messages=[USER, BOT, END]),
+                               dict(messages=[USER], output='Yes?\n\nSo long.')),
+    'the first of the turns as a prompt': (dict(prompt='Hi.', messages=[*TALK, END]),
+                                           dict(messages=TALK, output='So long.')),
     'prompt and its turns': (dict(dialogue(*TALK), prompt=SPACED),
                              dict(messages=SPACED, better='Yes?', worse='What?')),
     'prompt with a system turn': (dict(dialogue(USER), prompt=[SYSTEM, USER]),
@@ -491,6 +525,9 @@ TOLD = [   # rows, and what is said when they are read or looked at
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: b'),
      'no turn of the assistant in common'),
     (dict(Q, instruction='Use French.'), '`instruction` beside the prompt'),
+    (dict(prompt='Use French.', messages=[*TALK, END]), '`prompt` beside the prompt'),
+    (dict(chosen=LONE, rejected=OTHER_ONE), 'prompt=question'),
+    (dict(chosen=LONE), 'an answer alone'),
     (ZERO, 'labels are 0, 1,'),
     (dict(VOTED, winner='model_a', turn=3), 'turn is 3'),
     (BREAK, '1 of 2 rows say what another one says'),

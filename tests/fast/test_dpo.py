@@ -1,5 +1,7 @@
 """The preference losses against loops in float64, their first step, and runs."""
+import copy
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,12 +11,14 @@ from safetensors.torch import load_file
 import tiny
 from alpaca_farm import dpo
 from alpaca_farm.dpo import dpo_loss, DPOConfig, Loss, loss_of, LOSSES, simpo_loss
+from alpaca_farm.model.control import set_control_prefix
 from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, read_summary
 from alpaca_farm.train import labelled
 from alpaca_farm.train.labelled import LabelledAnswers, mismatched_rows, read_labels
 from alpaca_farm.train.labelled import reference_logprobs
+from alpaca_farm.train.preflight import preflight
 from alpaca_farm.train.trainer import Trainer
 from tiny import sigmoid
 
@@ -330,3 +334,15 @@ def test_it_ends_early_with_the_weights_of_the_lowest_held_out_loss(base, tmp_pa
     dpo.train(config(base, tmp_path/'killed', **more))
     assert weights('killed/model') == weights('whole/model')
     assert len(read_log(tmp_path/'killed')) == best + 2
+
+
+def test_control_tokens_count_once_against_the_positions(base, models):
+    "Of a policy that has them: `max_length` is of the prompt with them and the answer."
+    tokenizer = copy.deepcopy(models.tokenizer)
+    set_control_prefix(tokenizer, '<good>', 8)
+    policy = replace(models.policy, tokenizer=tokenizer)
+    limit = policy.config.max_position_embeddings
+    def check(length): preflight(DPOConfig(**tiny.settings('dpo', base, max_length=length)), [], policy)
+    check(limit)
+    with pytest.raises(ValueError, match=f'max_length: {limit + 1} tokens'):
+        check(limit + 1)

@@ -6,12 +6,13 @@ import pandas as pd
 import pytest
 
 import tiny
-from alpaca_farm import eval as ev
+from alpaca_farm import annotators, eval as ev
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
 from alpaca_farm.judging.judges import load_annotators
-from alpaca_farm.judging.pools import Pool
+from alpaca_farm.judging.parsers import PARSERS
+from alpaca_farm.judging.pools import annotator_order, mean_preferences, Pool
 from alpaca_farm.run.runs import read_summary
 from judge_server import judge_server
 
@@ -158,3 +159,58 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, endpoint):
     answered = expected['mine'][~np.isnan(expected['mine'])]
     assert len(answered) > 5 and (answered == 2).all()
     assert pool.annotators[0].client.tally.asked <= 3*30
+
+
+LIGHT = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b') for i in range(4000)]
+
+
+@pytest.mark.parametrize('scale', [1, 1e-4, 1e-9])
+def test_weights_count_in_proportion_however_small(scale):
+    "Of the judge drawn first, and of the second beside a judge of all the weight."
+    orders = np.array([annotator_order(p, [scale, scale, 2*scale]) for p in LIGHT])
+    firsts = np.bincount(orders[:, 0])/len(LIGHT)
+    assert firsts == pytest.approx([.25, .25, .5], abs=.03)
+    orders = np.array([annotator_order(p, [1, .0001*scale, .0003*scale]) for p in LIGHT])
+    assert np.mean(orders[:, 1] == 2) == pytest.approx(.75, abs=.03)
+
+
+def test_a_judge_of_weight_0_is_not_asked():
+    def silent(pairs): raise AssertionError('asked')
+    def first(pairs): return [1.2]*len(pairs)
+    def second(pairs): return [1.8]*len(pairs)
+    pool = Pool('some', [silent, first, second], [0, 1, 3])
+    assert pool(LIGHT[:2]) == pytest.approx([1.65]*2)
+    assert mean_preferences(pool, LIGHT[:2]) == pytest.approx([1.5]*2)
+    references = [dict(instruction=p['instruction'], output='a') for p in LIGHT[:50]]
+    outputs = [dict(r, output='b') for r in references]
+    judged = judge_all(dict(mine=outputs), references, dict(pool=pool))['pool']
+    assert {*judged.votes['mine']} == {1, 2}
+    with pytest.raises(ValueError, match='at least one judge needs a weight above 0'):
+        Pool('none', [first, second], [0, 0])
+
+
+@pytest.mark.parametrize('heading, read', [
+    ('Less helpful:', False), ('**Worse**\n', False), ('Worse.', False), ('# Rejected answer', False),
+    ('Which is not as good?', False), ('Better:', True), ('Here is my verdict:', True),
+    ('The other answer is less helpful and partly wrong.', True)])
+def test_what_stands_below_a_heading_of_the_worse_answer_is_no_verdict(heading, read):
+    for letter, preference in (('A', 1), ('B', 2)):
+        said = dict(choices=[dict(text=f'{heading}\n{letter}')])
+        verdict, = PARSERS['letter_parser'](said, 1)
+        assert verdict == preference if read else np.isnan(verdict)
+
+
+def test_where_a_coin_labels_no_flip_is_counted(tmp_path):
+    "Nobody knows what a judge would have said of the pairs that it was not asked about."
+    equal = [dict(p, output_2='a') for p in LIGHT[:50]]
+    pairs = tiny.write(tmp_path/'pairs.json', equal + LIGHT[50:100])
+    summaries = {}
+    for asked in (True, False):
+        cfg = annotators.AnnotatorsConfig(
+            out=str(tmp_path/str(asked)), outputs=pairs, label_flip=.25, ask_flipped=asked,
+            annotators='alpaca_farm.boards.agreement:prefer_longer')
+        annotators.run(cfg)
+        summaries[asked] = read_summary(cfg.out)
+    assert summaries[False]['unasked'] > 10
+    assert not {'flip_rate', 'flip_low', 'flip_high'} & {*summaries[False]}
+    assert 'flip_rate' in summaries[True]

@@ -322,6 +322,19 @@ def test_a_finished_run_on_a_disk_that_cannot_be_written_is_read(base, run_of_sf
     assert sorted(p.name for p in folder.parent.iterdir()) == ['sft']
 
 
+def test_a_run_is_not_moved_in_a_folder_that_cannot_be_written(run_of_sft, monkeypatch, capsys):
+    "It is told by its name before anything is said or done; the run itself could go on there."
+    folder, again = run_of_sft
+    real = os.access
+    def access(path, mode, **more): return Path(path) != folder.parent and real(path, mode, **more)
+    monkeypatch.setattr(os, 'access', access)
+    assert again().done
+    with pytest.raises(OSError, match=rf'cannot write there \({folder.parent} is no folder'):
+        again(seed=1)
+    assert 'takes its place' not in capsys.readouterr().out
+    assert [p.name for p in folder.parent.iterdir()] == ['sft']
+
+
 def test_links_beside_and_in_a_run(run_of_sft, tmp_path):
     "The name of a link that leads nowhere is taken; a model on another disk is not touched."
     folder, again = run_of_sft

@@ -37,6 +37,8 @@ PLANTED = {   # a finding, by what is planted behind the clean rows
     'longer than max_length = 70 tokens': [row(32, instruction='x' * 55, output_1='It is 33, yes.')],
     '1 rows repeat another exactly': [row(3)],
     '1 rows have no label, or two equal answers': [row(32, preference=None)],
+    '2 rows have no label, or two equal answers': [row(32, preference=None)]*2,
+    '2 rows repeat another exactly': [row(3, preference='b'), row(3, preference='2')],
     '1 prompts have `tools`, which the model is not shown': [row(32, tools=[dict(name='sky')])],
     '1 rows say that their answers were shown swapped': [row(32, shown_swapped='True')],
     '1 of 21 labels are ties': [row(32, preference=1.5)],
@@ -55,6 +57,19 @@ def test_each_fault_is_found_and_counted(tmp_path, text):
     said, = [f for f in found if text in f[1]]
     assert said[0] == 'preferences'
     assert all(r in (3, 20) for r in said[2])
+
+
+IGNORED = {   # rows whose first has no answer, or no label, and what is said of the others
+    'an answer': [dict(instruction='a'), dict(instruction='b', output='c')],
+    'an answer,': [dict(prompt='a', completion=None), dict(prompt='b', completion='c')],
+    'a label': [row(1) | dict(preference=None), row(2)]}
+del IGNORED['a label'][0]['preference']
+
+
+@pytest.mark.parametrize('what', IGNORED)
+def test_answers_and_labels_that_are_ignored_are_told(tmp_path, what):
+    said, = [f for f in odd(tmp_path, IGNORED[what]) if 'ignored' in f[1]]
+    assert said[1].startswith(f'1 rows have {what}')
 
 
 def test_prompts_that_are_learned_and_measured_on_are_counted(tmp_path):
@@ -100,14 +115,16 @@ def test_the_command_is_one_that_begins(base, tmp_path, kind):
     "Its settings are those of the notebook, and it reads the data."
     rows, method = KINDS[kind]
     file = tiny.write(tmp_path/'mine.json', rows)
-    cfg = LookAtDataConfig(data=file, policy=str(base/'sft'), max_length=100)
+    given = dict(max_length=100, max_instances=7, template_arguments=dict(enable_thinking=True))
+    cfg = LookAtDataConfig(data=file, policy=str(base/'sft'), **given)
     words = shlex.split(training_command(read_parts(file), cfg))
     assert words[1] == f'nbs/{method}.ipynb'
-    given = tiny.given(words)
-    tiny.check_settings(method, given)
-    own = tiny.config(method, **given)
+    written = tiny.given(words)
+    tiny.check_settings(method, written)
+    own = tiny.config(method, **written)
     assert file in vars(own).values()
-    assert getattr(own, 'max_length', 100) == 100
+    for name, value in given.items():
+        assert getattr(own, name, value) == value
 
 
 def test_the_command_reads_the_split_that_was_looked_at(base, tmp_path):

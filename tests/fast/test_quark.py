@@ -1,6 +1,7 @@
 """Quark: its terms against whole distributions, the reward tokens, and runs."""
 import copy
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from alpaca_farm.quark import _add_reward_tokens, quantiles, QuarkConfig
 from alpaca_farm.quark import response_terms, token_terms
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, read_summary
-from alpaca_farm.train.answers import AnswerConfig
+from alpaca_farm.train.answers import AnswerConfig, log_ratios, SampleConfig
 from tiny import randn
 
 torch.set_num_threads(1)
@@ -72,6 +73,23 @@ def test_each_quantile_has_a_token_behind_the_vocabulary(models):
     with pytest.raises(ValueError, match='control tokens'):
         _add_reward_tokens(policy, cfg)
     assert _add_reward_tokens(models.policy, QuarkConfig()) == ([], size)
+
+
+def test_a_policy_with_reward_tokens_is_no_nat_from_itself(models):
+    "Its tokens are left out of what it samples, and of its log-probs."
+    policy = replace(models.policy, model=copy.deepcopy(models.policy.model),
+                     tokenizer=copy.deepcopy(models.tokenizer))
+    ids = add_tokens(policy, ['<a>', '<b>', '<c>'])
+    cfg = SampleConfig(max_new_tokens=12)
+    samples = [s for s, in generate(policy, models.prompts, max_new_tokens=12)]
+    assert log_ratios(policy, models.prompts, samples, cfg) == pytest.approx([0.]*16, abs=1e-4)
+    batch = collate(models.prompts[:1], [ids], models.tokenizer.pad_token_id)
+    assert logprobs(policy, batch).isfinite().all()   # of an answer that has them nevertheless
+    pad = models.tokenizer.pad_token_id
+    alone = collate(models.prompts[:1], [samples[0].tokens], pad)
+    beside = collate(models.prompts[:2], [samples[0].tokens, ids], pad)
+    one, other = (logprobs(policy, b)[0].sum().item() for b in (alone, beside))
+    assert one == pytest.approx(other, abs=1e-4)   # whatever else is in the batch
 
 
 @pytest.mark.slow

@@ -144,6 +144,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('ppo', dict(policy='{no_template}', template='chat'), 'template = chat'),
     ('bring_your_own', dict(model='{no_template}', template='chat'), 'template = chat'),
     ('ppo', dict(kl_coef=0, target_kl=6), 'target_kl'),
+    ('ppo', dict(top_p=.9), 'top_p'),
     # rewards and judges
     ('ppo', dict(reward_model=f'{HERE}:not_a_number'), f'{HERE}:not_a_number'),
     ('ppo', dict(annotators=f'{HERE}:silent'), f'{HERE}:silent'),

@@ -2,10 +2,14 @@
 from itertools import combinations
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.special import expit, logit, softmax
 
+import tiny
+from alpaca_farm import decide
 from alpaca_farm.boards import regret
+from alpaca_farm.judging.duels import hold_duels, pair_rates
 
 
 def test_judge_and_duels_beside_draws_from_the_prior():
@@ -31,6 +35,23 @@ def test_judge_and_duels_beside_draws_from_the_prior():
     drawn = regret.draw_win_rates(found, 20_000)
     by_weight = regret.chances(expit(strengths[rng.choice(len(truth), 20_000, p=weights)]))
     assert regret.chances(drawn)[0] == pytest.approx(by_weight[0], abs=.03)
+
+
+def test_one_judge_in_twenty_is_contradicted_by_chance():
+    "Nine equal methods, whose answers are lucky or not: an answer meets eight others."
+    contradicted = []
+    answers = np.arange(9)[:, None].repeat(400, 1)
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        luck = .6*rng.normal(size=(9, 400))
+        chance = expit(luck[:, None] - luck[None])
+
+        def ask(duels): return (rng.random(len(duels)) < chance[tuple(duels[:, :3].T)]).astype(float)
+        found = hold_duels(answers, 720, ask, 'order', seed=seed)
+        rates, counts = pair_rates(found, answers)
+        *_, p = regret.judge_in_duels(rates, counts, np.eye(9), np.full(9, .5))
+        contradicted.append(p[1:] < .05)
+    assert .02 < np.mean(contradicted) < .075
 
 
 def test_methods_that_have_not_met_are_not_compared():
@@ -60,3 +81,32 @@ def test_many_votes_overrule_a_very_wrong_judge(said):
     rates = np.full((4, 4), .5)
     found = regret.weigh_duels(rates, 60*(1 - np.eye(4)), np.eye(4), np.full(3, said), 1000)
     assert expit(found.mean()) == pytest.approx(.5, abs=.03)
+
+
+def test_equal_answers_do_not_check_a_judge(tmp_path, monkeypatch):
+    "Neither of the pairs that are drawn nor of those labelled before."
+    sft = [dict(instruction=f'{i}?', input='', output='Yes.') for i in range(90)]
+    again = [dict(r, output='Yes.' if i % 2 else 'No.') for i, r in enumerate(sft)]
+    monkeypatch.setattr(decide, 'read_answers', lambda *_, **__: again)
+    pairs = [dict(instruction='Say.', input='', output_1='a', output_2=text, preference=1.5)
+             for text in ('a', 'b')]
+    cfg = decide.DecideConfig(labels=tiny.write(tmp_path/'labels.json', pairs), budget=100)
+    first, known = decide._first_pairs(cfg, sft)
+    assert len(first) == 30
+    assert {p['output_2'] for p in first + known} == {'No.', 'b'}
+
+
+def test_a_missing_verdict_leaves_a_pair_out_of_a_decision():
+    agreed, said = decide._judge_check(np.repeat([1., np.nan], [12, 3]), np.ones(15))
+    assert agreed.value == 1
+    assert 'of 12 labels' in said
+    rng = np.random.default_rng(0)
+    verdicts = rng.random((60, 1))
+    verdicts[0] = np.nan
+    answers = {row: [dict(instruction=f'{i}?', output=row) for i in range(60)] for row in ('sft', 'a')}
+    board = decide.Board(answers, verdicts, pd.DataFrame(dict(length=[9], kl=[1]), ['a']))
+    found, _ = decide._ask_duels(board, 20, lambda pairs: 1.*(rng.random(len(pairs)) < .6), 0)
+    table, _ = decide._decision_table(board, found)
+    assert not table.drop(columns=['length', 'kl']).isna().any(axis=None)
+    row = table.set_index('second').loc['a']
+    assert row.win_rate == pytest.approx(100*verdicts[1:].mean())

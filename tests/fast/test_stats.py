@@ -5,8 +5,10 @@ import sys
 import numpy as np
 import pytest
 
+from alpaca_farm.boards import simulation
 from alpaca_farm.data.pairs import hash_uniform
 from alpaca_farm.judging import stats
+
 
 @pytest.fixture
 def rng(): return np.random.default_rng(0)
@@ -29,3 +31,27 @@ def test_a_coin_is_the_same_in_every_process():
             'print(repr(hash_uniform(3, "flip", "é", 1.5)))')
     said = [subprocess.check_output([sys.executable, '-c', code], text=True) for _ in range(2)]
     assert set(said) == {f"{hash_uniform(3, 'flip', 'é', 1.5)!r}\n"}
+
+
+@pytest.mark.parametrize('replicates', [1, 3])
+def test_a_missing_verdict_leaves_a_method_in_the_simulation(replicates, rng):
+    "Its rates are of the verdicts that there are, and its differences of the requests of both."
+    lead = dict(sft=1.5, a=1.6, b=1.7, c=1.8)
+    judged = []
+    for _ in range(replicates):
+        own = {row: level + .1*rng.normal(size=80) for row, level in lead.items()}
+        own |= {f'{row}_crowd': own[row] for row in 'abc'}
+        own['a'][3] = np.nan   # also of a_crowd
+        judged.append(dict(crowd=own, pool=own))
+    tables = simulation.paired_tables(judged, {row: f'{row}_crowd' for row in 'abc'})
+    table = simulation._simulation_table(tables, 0).set_index('method')
+    assert not table.isna().any(axis=None)
+    values = [np.nanmean(by['crowd']['a']) for by in judged]
+    assert table.crowd['a'] == pytest.approx(100*np.mean(values) - 100)
+    figures = simulation._correlations(tables, 0)
+    assert figures['spearman_simulated_crowd'] == pytest.approx(1)
+    found = simulation._method_differences(tables['crowd'], tables['names'])
+    gaps = [np.nanmean(by['crowd']['b'] - by['crowd']['a']) for by in judged]
+    row = found[(found.better == 'b') & (found.worse == 'a')].iloc[0]
+    assert row.difference == pytest.approx(100*np.mean(gaps))
+    assert row.low < row.difference < row.high

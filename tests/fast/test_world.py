@@ -19,7 +19,7 @@ from alpaca_farm.worlds.embedded.grammar import AFTER, KINDS, render, request_of
 from alpaca_farm.worlds.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES
 from alpaca_farm.worlds.embedded.prose import describe, talk
 from alpaca_farm.worlds.embedded.truth import _sample_spread, read_truth, sample_truth, WRITTEN
-from alpaca_farm.worlds.folder import read_world
+from alpaca_farm.worlds.folder import read_world, World
 
 PHRASE = [phrase for phrases in PHRASES.values() for phrase in phrases]
 EVERY = [dict(kind=name, thing=thing, asker=asker, before=before, question=question, after=after)
@@ -290,3 +290,10 @@ def test_what_is_wrong_in_a_file_of_annotators_is_named(tmp_path, path, value):
     with pytest.raises(ValueError, match=rf'pool\.json .*\({where}: ') as e:
         crowd.read_population(tmp_path/'pool.json')
     assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('name, path', [
+    ('.', 'my/world'), ('./model/', 'my/world/model'), ('../judge.json', 'my/world/../judge.json'),
+    ('.cache/pool.json', 'my/world/.cache/pool.json'), ('runs/dpo', 'runs/dpo')])
+def test_a_name_that_begins_with_a_dot_is_a_path_from_the_worlds_folder(name, path):
+    assert World('my/world').path(name) == path

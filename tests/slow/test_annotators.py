@@ -114,7 +114,7 @@ def test_labels_nobody_is_asked_for(tmp_path):
         run(cfg)
         coins = sum(r['annotator'] == 'coin' for r in labels(cfg))
         assert summary(cfg)['unasked'] == coins == 200 - len(server.requests())
-    assert summary(cfg)['flip_low'] < .25 < summary(cfg)['flip_high']
+    assert 'flip_rate' not in summary(cfg)   # nobody knows which coins are wrong
     assert .15 < np.mean(np.array(given(cfg)) == 1) < .35
 
 

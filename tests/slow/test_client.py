@@ -336,6 +336,15 @@ def test_an_outage_costs_no_label(tmp_path, server):
     assert server.counts()['ok'] == 50
 
 
+def test_an_answer_of_the_wrong_shape_is_asked_for_again_after_a_wait(tmp_path, server):
+    "Half a second at first, then a second, as after an error that the server tells."
+    server.set(faults={'schema': dict(p=1., times=2)})
+    assert None not in client_of(tmp_path, server)(asked(1))
+    first, second, third = [r['time'] for r in server.requests()]
+    assert second - first > .4
+    assert third - second > .9
+
+
 def test_a_request_that_always_fails_is_left_behind(tmp_path, server):
     server.set(faults={'500': 'Say word 2?0\\.', 'badjson': 'Say word 7\\.'})
     client = client_of(tmp_path, server, concurrency=1)

@@ -242,7 +242,9 @@ UNCLEAR = (
     '{b}\n\nReason: it does not answer.', '{b}\n\nReason: the first is better.',
     '{b}\n\nReason: none is good.', '{b}\n\n{b} is more wrong.', '{b}\n\n{b} is longer.',
     "'{b}, because it is kind.'", '{b} would win, because it is kind.', 'Not {b}, because it is.',
-    'The worse one is {b}, because it is long.', '{b}, since D is worth more.')
+    'The worse one is {b}, because it is long.', '{b}, since D is worth more.',
+    'Less helpful:\n{b}', '**Less helpful:**\n\n{b}', '### The answer that is worse\n\n**{b}**',
+    'Worse\n{b}', 'Rejected:\n\nAnswer: {b}', 'Which is not as good?\n{b}', 'Worse. {b}')
 
 
 def matching(patterns):
@@ -326,7 +328,7 @@ def test_alpaca_evals_own_patterns_read_plain_verdicts():
             size = entry.get('batch_size', 1)
             for key, pattern in kwargs.get('outputs_to_match', {}).items():
                 plain = re.sub(r'\(\?:[^)]*\)( \?)?|\(\?i\)', '', pattern).replace('\\n', '\n')
-                label = '\nNot bad:\n' + re.sub(r'\\(.)', r'\1', plain)
+                label = '\nIt is not bad, but slow.\n' + re.sub(r'\\(.)', r'\1', plain)
                 said = dict(choices=[dict(text=label * size)])
                 assert PARSERS['regex_parser'](said, size, **kwargs) == [float(key)] * size, name
                 read += 1

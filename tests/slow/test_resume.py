@@ -17,6 +17,7 @@ import tiny
 from alpaca_farm import sft
 from alpaca_farm.run import runs
 from alpaca_farm.run.runs import content_hash, read_log, read_summary
+from alpaca_farm.train.trainer import Trainer
 from tiny import run as train
 
 # settings with many steps, and the range from which the step of the kill is chosen
@@ -171,6 +172,23 @@ def test_killed_while_a_file_is_written(base, whole_sft, tmp_path, owner, attrib
     sft.train(cfg)
     (tmp_path/'sft'/'checkpoint'/'state.safetensors').unlink(missing_ok=True)
     same_run(whole_sft, tmp_path/'sft')
+
+
+def test_a_checkpoint_is_written_with_each_best_policy(base, tmp_path, monkeypatch):
+    "A run that goes on finds no model of a later step than its own."
+    saved = []
+    monkeypatch.setattr(Trainer, 'save', lambda self: saved.append(
+        (self.step, self.extra['best_step'])))
+    tiny.run('ppo', base, tmp_path/'ppo', steps=6, eval_every=1, checkpoint_every=50,
+             annotators=f'{base}/world/pool.json')
+    best = []
+    won = -1.
+    for row in read_log(tmp_path/'ppo')[:-1]:
+        if row['val_win_rate'] > won:
+            best.append((row['step'], row['step']))
+            won = row['val_win_rate']
+    assert saved == best
+    assert best
 
 
 def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_path):

@@ -39,6 +39,19 @@ def world(base): return str(base/'world')
 def data(base, world): return to_datasets(world, str(base/'annotators'))
 
 
+def test_the_labels_are_those_of_the_world(base, world, data, tmp_path):
+    "Of its farm, or those that it has; without any the world is refused."
+    assert to_datasets(world)['preference'].to_list() == data['preference'].to_list()
+    own = shutil.copytree(world, tmp_path/'own')
+    with pytest.raises(ValueError, match=r"world = .*own: its labels are not in .*own_runs/ann"):
+        to_datasets(str(own))
+    labelled = read_json(base/'annotators'/'preferences.json')[:9]
+    write_json(own/'preferences.json', labelled)
+    write_json(own/'world.json', read_json(own/'world.json') | dict(preferences='./preferences.json'))
+    decided = [r for r in labelled if r['preference'] != 1.5]
+    assert len(to_datasets(str(own))['preference']) == len(decided)
+
+
 def changed_example(trainer, changes):
     "The example in a trainer's documentation, with some lines exchanged for others."
     example = re.search(r'```python\n(.*?)```', trainer.__doc__, re.DOTALL)[1]
@@ -175,6 +188,20 @@ def test_the_truth_is_logged_and_changes_no_training(base, world, data, tmp_path
     assert rows[0]['truth/pool'] == rows[0]['truth/held_out_crowd'] == 50
     assert rows[2]['truth/pool'] != 50 and np.isfinite(rows[2]['truth/utility'])
     for r in rows: assert r['truth/gap'] == r['truth/pool'] - r['truth/held_out_crowd']
+
+
+@needs_trl
+def test_the_truth_of_an_adapter_is_that_of_its_policy(base, world, data, tmp_path):
+    import peft
+    import trl
+    trainer = trl.DPOTrainer(str(base/'sft'/'model'), train_dataset=data['preference'],
+                             args=trl.DPOConfig(output_dir=str(tmp_path), **COMMON),
+                             peft_config=peft.LoraConfig(task_type='CAUSAL_LM'))
+    told = TruthCallback(trainer, world, requests=8, max_new_tokens=12)
+    before = [r['output'] for r in told.answer()]
+    for name, weight in trainer.model.named_parameters():
+        if 'lora_B' in name: torch.nn.init.normal_(weight)
+    assert [r['output'] for r in told.answer()] != before
 
 
 @pytest.mark.parametrize('found, refused', [('1.11.0', True), ('1.12.0', False), (None, False)])
