@@ -13,7 +13,8 @@ export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all mo
 start: .venv/ready       ## the tour, into runs/start.ipynb
 	$(BIN)/papermill nbs/start.ipynb runs/start.ipynb --no-progress-bar --log-level ERROR
 	@echo 'PPO without a penalty raises the reward that it is trained on. What do judges say? Win rates over the first model, in %'
-	@echo '[95 % interval over requests of one simulated world]; 50 is no gain. The pool labelled; the held-out crowd did not:'
+	@echo '[95 % interval over requests of one simulated world]; 50 is no gain. The pool labelled; the held-out crowd did not.'
+	@echo 'The last two rows are shares of answers:'
 	@$(BIN)/python -c "import pandas as pd; print(pd.read_csv('runs/start/0.1/tour.csv', index_col=0).to_string())"
 	@echo 'The tour: open runs/start.ipynb (make lab); its figure is runs/start/0.1/tour.png'
 

@@ -34,7 +34,7 @@ def parse_decoding(name: str, entries: list[str]) -> dict:
 # %% ../../nbs/ask/protocol.ipynb #e900337c
 REASONING_MODELS = re.compile(r'(^|/)(o\d|gpt-[5-9])(?!.*-chat)')  # also behind a gateway
 _REASONING_TOKENS = 4096   # added to an answer's limit, which includes them
-# what these models do not take
+# what these models do not take while they reason
 _FIXED_FIELDS = 'temperature', 'top_p', 'frequency_penalty', 'presence_penalty', 'stop'
 
 

@@ -313,23 +313,26 @@ def people_win_rate(
     return Corrected(percent(rate), percent(alone), worth)
 
 # %% ../../nbs/boards/corrected.ipynb #ee398f20
-def label_columns(preferences, labels: PeopleLabels | None) -> dict:
-    "Make a board's columns of `people_win_rate`; nan without labels."
+def label_columns(preferences, labels: PeopleLabels) -> dict:
+    "Make a board's columns of `people_win_rate`; nan with fewer than ten labels."
     unknown = Interval(math.nan, math.nan, math.nan)
-    c = people_win_rate(preferences, labels) if labels else Corrected(unknown, unknown, math.nan)
-    n = labels.number() if labels else 0
+    c = Corrected(unknown, unknown, math.nan)
+    if labels.same.all() or labels.number() >= FEWEST_LABELS:
+        c = people_win_rate(preferences, labels)
     return (c.rate.columns('corrected') | c.labels.columns('labels_alone')
-            | dict(n_labels=n, worth=c.worth))
+            | dict(n_labels=labels.number(), worth=c.worth))
 
 # %% ../../nbs/boards/corrected.ipynb #4798bc50
-def _plan_text(what: str, judge, agreement: float, points: float, share: float = 1.) -> str:
+def _plan_text(what: str, judge, agreement: float, points: float, share: float = 1.,
+               known: float = 0.) -> str:
     """A sentence on how many labels an interval of plus or minus these points takes, if a `share`
-    of the requests needs labels."""
-    plan = plan_labels(judge, agreement, points/100/share)
+    of the requests needs labels, and `known` points are left whatever is labelled."""
+    wanted = math.sqrt(max(points**2 - known**2, 1e-9))
+    plan = plan_labels(judge, agreement, wanted/100/share)
     needed = f'{plan.with_judge:.0f} labels, {plan.without:.0f} without the judge'
-    if share*plan.least > points/100:
-        needed = (f'more than the {len(judge)} requests: all labelled leave '
-                  f'+-{100*share*plan.least:.1f}')
+    least = math.hypot(100*share*plan.least, known)
+    if least > points:
+        needed = f'more than the {len(judge)} requests: all labelled leave +-{least:.1f}'
     return f'{what}: +-{points} points take {needed}'
 
 # %% ../../nbs/boards/corrected.ipynb #bd8833dc
@@ -362,15 +365,20 @@ def explain_win_rate(
              f'{c.worth:.0f}']
     agreement = judge_agreement(beside[has], votes)
     use = judged & ~labels.same
-    share = use.sum()/(judged | labels.same).sum()
-    lines += [_plan_text(name, f[use], agreement, points, share) for points in (2, 5)]
+    counted = (judged | labels.same).sum()
+    share = use.sum()/counted
+    # of the share of equal answers, as in `people_win_rate`
+    known = _Z*abs(c.rate.value - 50)/share*math.sqrt(share*(1 - share)/counted)
+    lines += [_plan_text(name, f[use], agreement, points, share, known) for points in (2, 5)]
     if not labels.drawn:
         lines.append(f'{name}: the labels do not say that they were drawn at random. If they were '
                      'chosen, the corrected rate may be wrong by any amount, whatever its interval')
-    off = abs(f_has.mean() - f_all.mean())
-    if labels.drawn in (None, 'random') and off > 4*f_all.std()/math.sqrt(n) + 1e-9:
+    f_use = f[use]   # equal answers are never drawn
+    off = abs(f_has.mean() - f_use.mean())
+    if labels.drawn in (None, 'random') and off > 4*f_use.std()/math.sqrt(n) + 1e-9:
         lines.append(f'{name}: on what is labelled the judge prefers it in {100*f_has.mean():.0f} '
-                     f'%, on all in {100*f_all.mean():.0f} %: no random draw looks like this')
+                     f'%, on all different answers in {100*f_use.mean():.0f} %: no random draw '
+                     'looks like this')
     if np.ptp(votes) == 0: lines.append(f'{name}: all {n} labels are equal, so they do not show '
                                         'how often the judge is wrong')
     return lines

@@ -174,14 +174,10 @@ def _baseline_answers(folder: str, world: World, candidates: list[dict]) -> dict
 
 # %% ../../nbs/boards/farm_board.ipynb #79e412ad
 def _people_labels(labels: str, answers: dict) -> dict:
-    "People's labels of all rows but SFT, None for a row with too few; empty if all have too few."
+    "People's labels of all rows but SFT; empty if all have too few."
     others = {name: (rows, answers['sft']) for name, rows in answers.items() if name != 'sft'}
-    found = {}
-    enough = False
-    for name, own in find_labels(labels, others).items():
-        labelled = own.number() >= FEWEST_LABELS
-        found[name] = own if labelled or own.same.all() else None
-        enough |= labelled
+    found = find_labels(labels, others)
+    enough = [own for own in found.values() if own.number() >= FEWEST_LABELS]
     return found if enough else {}
 
 # %% ../../nbs/boards/farm_board.ipynb #4a5eccbc
@@ -220,7 +216,7 @@ def farm_board(
     first = next(iter(judges.values()))
     def ask(pairs): return pair_preferences(pairs, first, seed)
     for name, own in people.items():
-        if own: people[name] = judge_labelled(own, ask)
+        if own.number() >= FEWEST_LABELS: people[name] = judge_labelled(own, ask)
     board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=columns,
                         labels=people)
     kinds = _kinds(len(candidates[0]['output']))

@@ -61,8 +61,7 @@ def leaderboard(
     n: int = 1000,     # bootstrap draws
     seed: int = 0,     # of these
     columns: dict = ANSWER_COLUMNS,
-    # people's by model, but for the reference, for the first judge; None: a model has too few
-    labels: dict | None = None,
+    labels: dict | None = None,  # people's by model, but for the reference, for the first judge
 ):  # a DataFrame with each judge's win rate in percent, `_low` and `_high` (95 %)
     """Make a board, best model of the first judge first; `_votes` and `_votes_se` are of sampled votes.
 
@@ -72,6 +71,7 @@ def leaderboard(
       reference : what the win rates are against
       n : bootstrap draws
       seed : of these
+      labels : people's by model, but for the reference, for the first judge
     Returns: a DataFrame with each judge's win rate in percent, `_low` and `_high` (95 %)
     """
     import pandas as pd

@@ -198,7 +198,7 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
     answers = first[n:], second[n:]
     if turns and all(a and a[0]['role'] == 'assistant' for a in answers):
         return _as_prompt(turns, prompt), [_as_answer(a, texts) for a in answers]
-    if not turns and first[0]['role'] == 'assistant': raise ValueError(_NO_PROMPT)
+    if not turns and first and first[0]['role'] == 'assistant': raise ValueError(_NO_PROMPT)
     raise ValueError('the two dialogues have no turn of the assistant in common')
 
 # %% ../../nbs/data/formats.ipynb #9b9913c1

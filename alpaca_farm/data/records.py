@@ -382,11 +382,10 @@ def read_all(
       n : only the first n; all if 0
     """
     kinds = (kind,) if isinstance(kind, str) else kind
-    every = rows
-    rows = rows[:n or None]
-    if 'preference' not in kinds: every = rows   # all labels tell their code, the first may not
-    records = as_records(every, where, kinds, columns)[:len(rows)]
-    said = describe_columns(rows, records, parse_columns(columns))
+    first = rows[:n or None]
+    if 'preference' not in kinds: rows = first   # all labels tell their code, the first may not
+    records = as_records(rows, where, kinds, columns)[:len(first)]
+    said = describe_columns(first, records, parse_columns(columns))
     records = check_records(records, _kind_of(records[0] if records else {}, kinds), where)
     if said: notice(f'{where}: {said}')
     return records

@@ -160,7 +160,7 @@ def both_orders(
     judge,              # a judge or a pool
     pairs: list[dict],
 ) -> np.ndarray:        # (judges, 2, pairs) as the pair is; [:, 1]: shown exchanged
-    """Ask a judge, or all judges of a pool with a weight, in both orders; nan without a label.
+    """Ask a judge, or a pool's judges of a weight above 0, about pairs in both orders; nan: no label.
 
     Parameters:
       judge : a judge or a pool

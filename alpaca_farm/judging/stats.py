@@ -288,7 +288,7 @@ def spearman_interval(
     n=1000,  # resamples
     seed=0,
 ) -> Interval:  # the mean over R replicates where there are several
-    """Correlate the ranks of the methods' means, of the values that are there, under two judges.
+    """Correlate the ranks of the methods' means under two judges, without missing values.
 
     Parameters:
       first : (N, M) or (R, N, M): one judge's values of M methods on N requests

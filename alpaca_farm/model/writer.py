@@ -198,14 +198,15 @@ class ServedWriter:
         """Give the probability of the second label behind each prompt; nan if no label is likely.
         ValueError for a model that returns no log-probs, since it reasons."""
         decoding = parse_decoding('decoding', self.cfg.decoding)
-        if REASONING_MODELS.search(self.model) and decoding.get('reasoning_effort') != 'none':
+        effort = {k: v for k, v in decoding.items() if k == 'reasoning_effort'}
+        if REASONING_MODELS.search(self.model) and effort.get('reasoning_effort') != 'none':
             raise ValueError(f'{self.model} returns no log-probs while it reasons: name another '
-                             'model, or decoding = {"reasoning_effort": "none"} if it knows that')
+                             'model, or decoding = ["reasoning_effort=none"] if it knows that')
         fields = []
         for prompt in prompts:
             likely = dict(logprobs=5)
             if not isinstance(prompt, str): likely = dict(logprobs=True, top_logprobs=20)
             fields.append(adapt_decoding(dict(model=self.model, max_tokens=1, temperature=0),
-                                         decoding | likely))
+                                         effort | likely))
         def read(i, answer): return _shown_label(answer, labels)
         return [math.nan if p is None else p for p in self.ask(prompts, fields, read)]

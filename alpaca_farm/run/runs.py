@@ -971,7 +971,7 @@ def _tell_move(
     config: dict,   # `config.json` of the run that is there
     others: dict,   # that run's values of the settings in which the two runs differ
 ):
-    "Say that the run in a folder is moved, and how both stay; OSError if it cannot."
+    "Say that the run in a folder is moved, and how both stay; OSError if it cannot be moved."
     _check_writable(at_root(cfg.out).resolve(), moved=True)
     made = ', '.join(f'{name} = {value!r}' for name, value in others.items())[:200]
     earlier = config.get('versions', {}).get('alpaca_farm') != __version__
