@@ -66,6 +66,7 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects=dict(methods=['best_of_n', 'dp
                simulators=dict(methods=['best_of_n', 'dpo']),
                knowledge=dict(shares=[0., 1.], budgets=[20]),
                limits=dict(steps=2, saved=1, instances=4, requests=24, pairs_each=1,
+                           factors=['utility', 'imitation', 'preferences', 'crowd', 'pool'],
                            holes=['topic']),
                which_figure=dict(instances=4, labels=[20], flips=[0.], biases=[.5]),
                alarms=dict(steps=2, saved=1, instances=4, cells=['pool_all_middle_0.05']),
