@@ -149,7 +149,7 @@ def _stored_samples(run) -> list[dict]:
         raise ValueError(f'{cfg.samples} was sampled with {name} = {theirs[name]}; here {name} = '
                          f'{ours}. Give the same, or leave samples empty')
     stored = load_records(cfg.samples, 'candidates', 'candidates')
-    if theirs:   # those of the requests that this run would sample
+    if 'data' in theirs:   # those of the requests that this run would sample
         known = {prompt_key(c): c for c in stored}
         asked = _between(load_records(cfg.data, cfg.split, columns=cfg.columns), cfg)
         stored = [known[prompt_key(r)] for r in asked if prompt_key(r) in known]

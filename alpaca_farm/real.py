@@ -212,6 +212,12 @@ def real_parts(
     return parts
 
 # %% ../nbs/real.ipynb #73cf6073
+def _checked_utility(records: list[dict], folder: str, check) -> list[float]:
+    "3 for each record that a check passes, plus its fluency."
+    words = word_model(folder)
+    return [3*check(r) + words.fluency(r['output']) for r in records]
+
+
 def real_utility(
     records: list[dict],  # with `output`
     folder: str,          # of the world
@@ -222,7 +228,7 @@ def real_utility(
       records : with `output`
       folder : of the world
     """
-    return np.sum(list(real_parts(records, folder).values()), axis=0).tolist()
+    return _checked_utility(records, folder, kept)
 
 # %% ../nbs/real.ipynb #e29a120b
 def condition_utility(
@@ -236,8 +242,7 @@ def condition_utility(
       records : with `output`
       folder : of the world
     """
-    words = word_model(folder)
-    return [3*keeps_condition(r) + words.fluency(r['output']) for r in records]
+    return _checked_utility(records, folder, keeps_condition)
 
 
 def topic_utility(
@@ -250,9 +255,8 @@ def topic_utility(
       records : with `output`
       folder : of the world
     """
-    words = word_model(folder)
-    checked = [keeps_condition(r) and is_about(r) for r in records]
-    return [3*ok + words.fluency(r['output']) for ok, r in zip(checked, records, strict=True)]
+    def check(record): return keeps_condition(record) and is_about(record)
+    return _checked_utility(records, folder, check)
 
 # %% ../nbs/real.ipynb #101b823a
 @dataclass(frozen=True)
