@@ -12,9 +12,11 @@ export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all mo
 
 start: .venv/ready       ## the tour, into runs/start.ipynb
 	$(BIN)/papermill nbs/start.ipynb runs/start.ipynb --no-progress-bar --log-level ERROR
-	@echo 'PPO without a penalty raises the reward that it is trained on. What do judges say? Win rates over the first model, in %'
-	@echo '[95 % interval over requests of one simulated world]; 50 is no gain. The pool labelled; the held-out crowd did not.'
-	@echo 'The last two rows are shares of answers:'
+	@echo 'A method called PPO trains a language model for one thing: the score that another model, the reward model, gives to its'
+	@echo 'answers. The table says how often its answers win against answers from before this training, in % [95 % interval over'
+	@echo 'requests of one simulated world]; 50 is no gain. Who says which answer wins? reward model: the model that gives the'
+	@echo 'score. pool: 13 simulated judges, from whose labels the reward model has learned. held-out crowd: 32 simulated persons,'
+	@echo 'from whom nothing has learned. The last two rows are shares of answers: correct ones, and ones that flatter.'
 	@$(BIN)/python -c "import pandas as pd; print(pd.read_csv('runs/start/0.1/tour.csv', index_col=0).to_string())"
 	@echo 'The tour: open runs/start.ipynb (make lab); its figure is runs/start/0.1/tour.png'
 

@@ -143,17 +143,17 @@ def _load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], i
 def label_accuracy(
     score,           # (N,) of each answer
     good,            # (N,) its label, from 0 to 1
-    question: list,  # the request that it answers
+    request: list,  # the request that it answers
 ) -> float:
     """Compute how often the better of two answers to a request scores higher; nan without pairs.
 
     Parameters:
       score : (N,) of each answer
       good : (N,) its label, from 0 to 1
-      question : the request that it answers
+      request : the request that it answers
     """
     rows_of = {}
-    for i, q in enumerate(question): rows_of.setdefault(q, []).append(i)
+    for i, q in enumerate(request): rows_of.setdefault(q, []).append(i)
     right = []
     for rows in rows_of.values():
         for i, j in permutations(rows, 2):
@@ -223,9 +223,9 @@ def _reward_tokens(plain, cfg: BinaryFeedbackConfig) -> tuple[dict, dict]:
     return dict(zip(names, ids)), policies
 
 # %% ../nbs/binary_feedback.ipynb #16346efb
-def _effect_figures(effect: np.ndarray, good: np.ndarray, questions: list) -> dict[str, float]:
+def _effect_figures(effect: np.ndarray, good: np.ndarray, requests: list) -> dict[str, float]:
     "Accuracy of the effect on held-out answers, and its means on good and on bad ones."
-    figures = dict(accuracy=label_accuracy(effect, good, questions))
+    figures = dict(accuracy=label_accuracy(effect, good, requests))
     parts = dict(good=effect[good > .5], bad=effect[good < .5])
     for name, part in parts.items():
         figures[f'effect_{name}'] = float(part.mean()) if len(part) else math.nan
@@ -269,7 +269,7 @@ def train(cfg: BinaryFeedbackConfig, run: Run):
     rows, asked, (answers,) = encode(held_out, *how)
     measured = [held_out[i] for i in rows]
     good = np.array([r['good'] for r in measured])
-    questions = [prompt_key(r) for r in measured]
+    requests = [prompt_key(r) for r in measured]
     def read(name):
         read_as = under([name] * len(asked), asked)
         return response_logprobs(policy, read_as, answers).double().numpy()
@@ -282,7 +282,7 @@ def train(cfg: BinaryFeedbackConfig, run: Run):
         figures = trainer.update(batch, loss)
         if step in (1, trainer.total) or step % cfg.eval_every == 0:
             baseline = read(BAD) if tokens else at_first
-            figures |= _effect_figures(read(GOOD) - baseline, good, questions)
+            figures |= _effect_figures(read(GOOD) - baseline, good, requests)
         trainer.keep(policy)
         trainer.log(**figures)
     save_model(policy, run)

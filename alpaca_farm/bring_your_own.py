@@ -8,6 +8,7 @@ __all__ = ['METHODS', 'BringYourOwnConfig', 'divide_prompts', 'own_sizes', 'fore
 # %% ../nbs/bring_your_own.ipynb #6bda307b
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Len
@@ -127,7 +128,8 @@ def _check_prompts(run, data: dict):
     if longest > limit:
         raise ValueError(f'max_prompt + max_new_tokens: {longest} tokens, but {cfg.model} reads '
                          f'at most {limit} (max_position_embeddings). Lower one of them')
-    learned = run_config(cfg.model).get('settings', {}).get('max_prompt', math.inf)
+    trained = run_config(cfg.model) or run_config(str(Path(cfg.model).parent))   # of runs/sft/model
+    learned = trained.get('settings', {}).get('max_prompt', math.inf)
     if max(lengths) > learned:
         print(f'prompts = {cfg.prompts}: up to {max(lengths)} tokens, and {cfg.model} was trained '
               f'with max_prompt = {learned}: it has not seen such long ones')

@@ -64,7 +64,7 @@ class OverConfig(SampleConfig, JudgedConfig):
         'runs/rloo_crowd', 'runs/dpo_crowd', 'runs/rloo_free', 'runs/rloo_free_light',
         'runs/rloo_free_bare', 'runs/rloo_free_crowd', 'runs/rloo_free_judge',
         'runs/rloo_free_vain'])
-      world : the world, with a utility and held-out judges (default: runs/world)
+      world : the world, with a utility and a held-out crowd (default: runs/world)
       instances : requests of the bank to use (default: 150)
       answers : answers of each policy to each request (default: 4)
       max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
@@ -84,7 +84,7 @@ class OverConfig(SampleConfig, JudgedConfig):
     proxies: Annotated[list[str], Reads()] = field(default_factory=lambda: PROXIES)
     # runs of policies, best with several checkpoints
     policies: Annotated[list[str], Reads()] = field(default_factory=lambda: POLICIES)
-    world: Annotated[str, Reads()] = 'runs/world'  # the world, with a utility and held-out judges
+    world: Annotated[str, Reads()] = 'runs/world'  # the world, with a utility and a held-out crowd
     instances: Annotated[int, Ge(2)] = 150  # requests of the bank to use
     answers: Positive = 4                   # answers of each policy to each request
 

@@ -45,7 +45,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
       policy : where training starts, and the reference (default: runs/sft)
       candidates : runs or files; empty for the policy's own only (default: runs/candidates)
       sources : use only these models' candidates; empty: all (default: [])
-      k : candidates of a query: the first k different ones that fit (default: 12)
+      k : candidates of a request: the first k different ones that fit (default: 12)
       n : how many of the candidates the policy generates (default: 0)
       decoding : how the policy generates candidates (default: sample)
       groups : beam: groups the n beams are split into; diverse beams with 2 or more (default: 1)
@@ -55,19 +55,19 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
       missing_eos : score of an answer cut off: 1 below the worst whole answer; empty: as it is
         (default: replace)
       length_penalty : log-probs are divided by the length to this power (default: 1.0)
-      rank_reduction : over the pairs of a query (default: mean)
+      rank_reduction : over the pairs of a request (default: mean)
       rrhf_weight : weight of the rank loss against the imitation loss (default: 1.0)
       perplexity_model : model that measures the perplexity of answers; empty: none (default: )
       data : dataset whose eval split is answered at the end (default: runs/world)
-      split : split with the queries when `candidates` is empty (default: unlabeled)
-      epochs : passes over the queries (default: by size, 4 for a toy, 3 for a large model)
+      split : split with the requests when `candidates` is empty (default: unlabeled)
+      epochs : passes over the requests (default: by size, 4 for a toy, 3 for a large model)
       max_length : tokens of prompt and answer together; longer candidates are left out (default: by
         size, 128 for a toy, 512 for a large model)
-      max_instances : use only the first n queries; 0: all (default: 0)
+      max_instances : use only the first n requests; 0: all (default: 0)
       learning_rate : AdamW's peak learning rate (default: by size, 0.001 for a toy, 2e-05 for a
         large model)
       lr_schedule : how the learning rate falls (default: linear)
-      batch_size : queries per optimiser step (default: by size, 8 for a toy, 8 for a large model)
+      batch_size : requests per optimiser step (default: by size, 8 for a toy, 8 for a large model)
       save_every : steps between saved policies model-<step>/; 0: none (default: 50)
       max_new_tokens : longer answers are cut off here (default: by size, 56 for a toy, 256 for a
         large model)
@@ -84,7 +84,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     # runs or files; empty for the policy's own only
     candidates: Annotated[str | list[str], Reads(('candidates',))] = 'runs/candidates'
     sources: list[str] = field(default_factory=list)  # use only these models' candidates; empty: all
-    k: Annotated[int, Ge(2)] = 12  # candidates of a query: the first k different ones that fit
+    k: Annotated[int, Ge(2)] = 12  # candidates of a request: the first k different ones that fit
     n: Count = 0                             # how many of the candidates the policy generates
     decoding: Literal['sample', 'beam'] = 'sample'  # how the policy generates candidates
     groups: Positive = 1  # beam: groups the n beams are split into; diverse beams with 2 or more
@@ -94,27 +94,27 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     # score of an answer cut off: 1 below the worst whole answer; empty: as it is
     missing_eos: Literal['replace', ''] = 'replace'
     length_penalty: Amount = 1.0  # log-probs are divided by the length to this power
-    rank_reduction: Literal['mean', 'sum'] = 'mean'  # over the pairs of a query
+    rank_reduction: Literal['mean', 'sum'] = 'mean'  # over the pairs of a request
     rrhf_weight: Amount = 1.0                # weight of the rank loss against the imitation loss
     # model that measures the perplexity of answers; empty: none
     perplexity_model: Annotated[str, MODEL] = ''
     # dataset whose eval split is answered at the end
     data: Annotated[Named, Reads(splits=('split', 'eval_split'))] = 'runs/world'
-    split: str = 'unlabeled'                 # split with the queries when `candidates` is empty
-    epochs: Positive = by_size(4, 3)         # passes over the queries
+    split: str = 'unlabeled'                 # split with the requests when `candidates` is empty
+    epochs: Positive = by_size(4, 3)         # passes over the requests
     # tokens of prompt and answer together; longer candidates are left out
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)
-    max_instances: Count = 0                 # use only the first n queries; 0: all
+    max_instances: Count = 0                 # use only the first n requests; 0: all
     learning_rate: Amount = by_size(1e-3, 2e-5)  # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
-    batch_size: Positive = by_size(8, 8)     # queries per optimiser step
+    batch_size: Positive = by_size(8, 8)     # requests per optimiser step
     save_every: Count = 50                   # steps between saved policies model-<step>/; 0: none
 
     def __post_init__(self):
         super().__post_init__()
         if self.n > self.k: raise ValueError(f'n = {self.n} is more than k = {self.k} candidates')
         if self.n < 2 and (self.refresh_every or not self.candidates):
-            raise ValueError(f'n = {self.n}: a query needs two candidates. Set n to 2 or more')
+            raise ValueError(f'n = {self.n}: a request needs two candidates. Set n to 2 or more')
         if self.n and not self.reward_model:
             raise ValueError("the policy's own answers need a score: name a reward_model")
         if self.decoding == 'sample' and self.n > 1 and not self.temperature:
@@ -135,16 +135,16 @@ def _ranked_pairs(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 def rrhf_loss(
     logps: torch.Tensor,   # (B, k) length-normalised log-probs, p
     scores: torch.Tensor,  # (B, k), r
-    mask: torch.Tensor,    # (B, k) bool, False where a query has fewer candidates
-    reduction: str = 'sum',  # over the pairs of a query: sum, as published, or mean
+    mask: torch.Tensor,    # (B, k) bool, False where a request has fewer candidates
+    reduction: str = 'sum',  # over the pairs of a request: sum, as published, or mean
 ) -> torch.Tensor:  # (B,)
-    """Compute the rank loss of each query (Yuan et al., 2023, eq. 2).
+    """Compute the rank loss of each request (Yuan et al., 2023, eq. 2).
 
     Parameters:
       logps : (B, k) length-normalised log-probs, p
       scores : (B, k), r
-      mask : (B, k) bool, False where a query has fewer candidates
-      reduction : over the pairs of a query: sum, as published, or mean
+      mask : (B, k) bool, False where a request has fewer candidates
+      reduction : over the pairs of a request: sum, as published, or mean
     Returns: (B,)
     """
     pairs = _ranked_pairs(scores, mask)
@@ -161,7 +161,7 @@ def _candidate_tokens(
     tokenizer,
     template: str = 'auto',  # prompt format
 ) -> list[list[int]]:
-    "Give a query's candidates as token ids: the policy's own as sampled, then the encoded texts."
+    "Give a request's candidates as token ids: the policy's own as sampled, then the encoded texts."
     sampled = query.get('tokens', [])
     n = len(sampled)
     texts = query['output'][n:]
@@ -176,7 +176,7 @@ def _limit_candidates(
     tokenizer,
     cfg,                # with `k`, `max_length` and `template`
 ) -> dict:
-    "Keep a query's first `cfg.k` different candidates that fit into `cfg.max_length`."
+    "Keep a request's first `cfg.k` different candidates that fit into `cfg.max_length`."
     limit = cfg.max_length - len(prompt)
     answers = _candidate_tokens(query, tokenizer, cfg.template)
     kept = []
@@ -190,7 +190,7 @@ def _limit_candidates(
 
 # %% ../nbs/rrhf.ipynb #dca77770
 def _read_queries(cfg: RRHFConfig) -> list[dict]:
-    "Read the queries with the candidates of the files, or without any."
+    "Read the requests with the candidates of the files, or without any."
     most = cfg.max_instances or None
     if cfg.candidates: return merge_candidates(cfg.candidates, cfg.sources, cfg.columns)[:most]
     records = load_records(cfg.data, cfg.split, columns=cfg.columns)
@@ -202,7 +202,7 @@ def _load_queries(
     run, tokenizer,
     answered: list[list[dict]],   # records that the run answers at its end
 ) -> tuple[list[tuple[dict, list[int]]], int]:
-    "Load queries, each with its prompt's ids; count the queries left out; ValueError if all are."
+    "Load requests, each with its prompt's ids; count the requests left out; ValueError if all are."
     cfg = run.cfg
     found = _read_queries(cfg)
     settle(run, tokenizer, found, answered=answered)
@@ -217,14 +217,14 @@ def _load_queries(
         if useful: queries.append((query, prompts[i]))
     need = 'space for max_new_tokens' if cfg.n else 'two different candidates'
     need += f' within max_length = {cfg.max_length} tokens, prompt included'
-    if not queries: raise ValueError(f'none of the {len(found)} queries has {need}')
+    if not queries: raise ValueError(f'none of the {len(found)} requests has {need}')
     missing = len(fit) - len(queries)
-    if missing: print(f'{missing} of {len(fit)} queries do not have {need}: left out')
+    if missing: print(f'{missing} of {len(fit)} requests do not have {need}: left out')
     return queries, len(found) - len(queries)
 
 # %% ../nbs/rrhf.ipynb #08fa17e0
 def _put_cut_off_last(scores: torch.Tensor, ended: list[bool]) -> torch.Tensor:
-    "Put the answers of a query that were cut off 1 below its worst whole answer."
+    "Put the answers to a request that were cut off 1 below its worst whole answer."
     whole = torch.tensor(ended).bool()
     worst = scores[whole].min() if whole.any() else 0.
     return torch.where(whole, scores, worst - 1)
@@ -263,7 +263,7 @@ def _add_own_candidates(
     cfg,                       # with `n`, `decoding` and the settings of either way
     seed: int,                 # of samples
 ) -> list[dict]:
-    "Put the policy's `cfg.n` candidates before a query's own, with the `tokens` drawn."
+    "Put the policy's `cfg.n` candidates before a request's own, with the `tokens` drawn."
     if not cfg.n: return queries
     tokenizer = policy.tokenizer
     if cfg.decoding == 'sample':
@@ -307,7 +307,7 @@ def _candidate_pool(
     queries: list[tuple],      # each with its prompt's ids
     score_of,                  # as of `_score_pool`
 ) -> list[tuple]:
-    "Give queries the candidates to learn from, out of the run folder if they are there."
+    "Give requests the candidates to learn from, out of the run folder if they are there."
     cfg = run.cfg
     queries, prompts = zip(*queries)
     name = _pool_name(step)
@@ -318,9 +318,9 @@ def _candidate_pool(
     ratios = None
     if cfg.kl_coef and step: ratios = _pool_ratios(policy, reference, pool, prompts, cfg)
     pool = _score_pool(pool, score_of, cfg, ratios)
-    most = max(len(set(query['scores'])) for query in pool)   # different scores of a query
+    most = max(len(set(query['scores'])) for query in pool)   # different scores of a request
     if not step and most < 2:
-        raise ValueError('all candidates of each query have one score: there is nothing to rank')
+        raise ValueError('all candidates of each request have one score: there is nothing to rank')
     run.write(name, pool)
     return list(zip(pool, prompts))
 
@@ -330,7 +330,7 @@ def rrhf_batch(
     tokenizer,
     template: str = 'auto',    # prompt format
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, k, T); scores, present (B, k); best (B,)
-    """Collate queries, with empty rows where one has fewer than k candidates.
+    """Collate requests, with empty rows where one has fewer than k candidates.
 
     Parameters:
       queries : with `scores`, each with its prompt's ids
@@ -362,7 +362,7 @@ def _share_in_order(
     scores: torch.Tensor,   # (B, k)
     present: torch.Tensor,  # (B, k) bool
 ) -> torch.Tensor:  # (B,)
-    "Compute the share of a query's pairs that the policy orders as the scores do."
+    "Compute the share of a request's pairs that the policy orders as the scores do."
     pairs = _ranked_pairs(scores, present)
     lead = logps[:, None] - logps[:, :, None]   # of the better candidate
     right = .5 + .5 * torch.sign(lead)
@@ -376,7 +376,7 @@ def rrhf_step(
     batch: dict,      # of `rrhf_batch`
     cfg: RRHFConfig,
 ) -> dict[str, torch.Tensor]:  # (B,) each
-    """Compute the loss and figures of each query (Yuan et al., 2023, eq. 2 to 4).
+    """Compute the loss and figures of each request (Yuan et al., 2023, eq. 2 to 4).
 
     Parameters:
       batch : of `rrhf_batch`
@@ -431,7 +431,7 @@ def _answer_figures(run, reward_of=None) -> dict[str, float]:
 
 # %% ../nbs/rrhf.ipynb #c17fd9ff
 def _count_labels(run) -> dict[str, int]:
-    "Count the labels behind the scores of a run, and its queries with a single candidate."
+    "Count the labels behind the scores of a run, and its requests with a single candidate."
     cfg = run.cfg
     single = 0
     for file in run.folder.glob('candidates*.json'):
@@ -455,7 +455,7 @@ def _last_figures(run, pool: list[dict]) -> dict[str, float]:
 
 # %% ../nbs/rrhf.ipynb #1ef58f47
 def _step_order(queries: list[tuple], tokenizer, cfg: RRHFConfig) -> list[list[int]]:
-    "List the queries of each step, with queries of similar length together."
+    "List the requests of each step, with requests of similar length together."
     longest = []
     for query, prompt in queries:
         answers = _candidate_tokens(query, tokenizer, cfg.template)
@@ -480,7 +480,7 @@ def train(cfg: RRHFConfig, run: Run):
 
     order = _step_order(queries, tokenizer, cfg)
     every = cfg.refresh_every or len(order)
-    pool = {}   # of the queries of the coming steps, by number
+    pool = {}   # of the requests of the coming steps, by number
     trainer = Trainer(run, len(order), dict(policy=policy))
     for step in trainer.steps():
         done = (step - 1) // every * every   # steps before the steps that share the pool

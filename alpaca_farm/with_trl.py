@@ -149,13 +149,13 @@ def read_completions(
 # %% ../nbs/with_trl.ipynb #da33cf82
 def group_wins(
     records: list[dict],  # answers, several to each prompt
-    judge,                # an annotator or a pool
+    judge,                # a judge or a pool
 ) -> list[float]:  # from 0 to 1
     """Compute each answer's share of wins over the other answers to its prompt; ValueError for none.
 
     Parameters:
       records : answers, several to each prompt
-      judge : an annotator or a pool
+      judge : a judge or a pool
     Returns: from 0 to 1
     """
     groups = {}

@@ -45,7 +45,7 @@ class WombatConfig(ApiConfig):
 
 # %% ../nbs/wombat.ipynb #fc822694
 def _rating_order(query: dict, seed: int) -> list[int]:
-    "Draw the order in which a query's candidates are shown."
+    "Draw the order in which a request's candidates are shown."
     texts = query['output']
     key = prompt_key(query)
     def coin(i): return hash_uniform(seed, 'rating', *key, texts[i])
@@ -70,7 +70,7 @@ def _rating_request(
     cfg: WombatConfig,
     temperature: float = 0.,
 ) -> dict:
-    "Write the request to rate a query's candidates."
+    "Write the prompt to rate a request's candidates."
     order = _rating_order(query, cfg.seed)
     answers = []
     for k, i in enumerate(order, 1):
@@ -105,7 +105,7 @@ def _ask_rater(
     temperature: float,
     tries: int,          # how often a rating is asked for that cannot be read
 ) -> list[list[int] | None]:   # as shown; None without a readable rating
-    "Ask for the sums of marks of each query's candidates."
+    "Ask for the sums of marks of each request's candidates."
     requests = [_rating_request(query, cfg, temperature) for query in queries]
     def read(i, answer): return _read_rating(verdict_text(answer), len(queries[i]['output']))
     sums, _ = ask(client, requests, read, [tries] * len(queries))
@@ -117,7 +117,7 @@ def rate(
     client: ApiClient,   # of the rater
     cfg: WombatConfig,
 ) -> list[dict]:
-    """Give queries `scores` by the rater, and leave out queries whose rating cannot be read.
+    """Give requests `scores` by the rater, and leave out requests whose rating cannot be read.
 
     Parameters:
       client : of the rater

@@ -8,6 +8,7 @@ __all__ = ['DESCRIBED', 'LENGTH', 'WorldConfig', 'sample_splits', 'dialogue_page
 
 # %% ../nbs/world.ipynb #f658d58d
 import random
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
@@ -30,8 +31,8 @@ from .worlds.embedded.grammar import is_held_out, render, request_of, right_answ
 from .worlds.embedded.grammar import sample_request
 from .worlds.embedded.lexicon import ASKERS, PHRASES
 from .worlds.embedded.prose import sample_page
-from .worlds.embedded.truth import read_truth, sample_truth, Truth, WRITTEN
-from .worlds.embedded.verdict import base_verdict, base_verifier
+from .worlds.embedded.truth import CONTESTABLE, read_truth, sample_truth, Truth, WRITTEN
+from .worlds.embedded.verdict import base_verdict, base_verifier, stated_value
 from .worlds.folder import SPLITS, write_world
 
 # %% ../nbs/world.ipynb #8efdfb2f
@@ -298,10 +299,36 @@ def _common_sense(record: dict, asker: str) -> float:
     if asker == 'hurry': score -= .2*len(record['output'].split())
     return score
 
+# %% ../nbs/world.ipynb #5f0c7a21
+_SLIP = .1   # what is said about a thing in fewer answers than this is a slip
+
+
+def _by_frequency(records: list[dict], truth: Truth) -> tuple[np.ndarray, np.ndarray]:
+    """Mark the samples that say what most samples say about a thing, and those that say what
+    comes second, unless it is a slip: (records,) each."""
+    specs = [request_of(r) for r in records]
+    values = [stated_value(r, spec, truth) for r, spec in zip(records, specs)]
+    said = {}   # by thing: how many samples state each value
+    for spec, value in zip(specs, values):
+        if value is None: continue
+        said.setdefault((spec['kind'], spec['thing']), Counter())[value] += 1
+    most = np.zeros(len(records))
+    second = np.zeros(len(records))
+    for i, (spec, value) in enumerate(zip(specs, values)):
+        if value is None: continue
+        counts = said[spec['kind'], spec['thing']]
+        ranked = counts.most_common(2)
+        if ranked[-1][1] < _SLIP*counts.total(): ranked = ranked[:1]
+        several = spec['kind'] not in CONTESTABLE   # right answers
+        most[i] = several or value == ranked[0][0]
+        second[i] = several or value == ranked[-1][0]
+    return most, second
+
 # %% ../nbs/world.ipynb #15ed83bb
 def _rules(
     records: list[dict],   # the samples of each request one after the other
     approved: np.ndarray,  # (records,) whether the base model approves the statement
+    truth: Truth,          # only to tell statements from the rest of an answer
     n: int,                # samples of a request
 ) -> np.ndarray:  # (rules, requests, n)
     "Score the samples by each rule."
@@ -319,6 +346,12 @@ def _rules(
     verdict = 9.*approved.reshape(-1, n)   # before everything else
     sense = _standardised(np.reshape(sense, (-1, n)))
     rules += [verdict, verdict + likely + typical, sense, verdict + sense]
+    flatters = [any(phrase in text for phrase in PHRASES['flattery']) for text in texts]
+    plain = -9.*np.reshape(flatters, (-1, n))
+    rules.append(plain + likely + typical)
+    for marks in _by_frequency(records, truth):
+        stated = 9.*marks.reshape(-1, n) + plain
+        rules += [stated, stated + likely + typical]
     return np.array(rules)
 
 # %% ../nbs/world.ipynb #f46fd6e4
@@ -345,7 +378,7 @@ def best_without_labels(
         worth += judges(pairs)
     approved = base_verifier(folder)(records)
     first = np.arange(0, len(records), n)   # sample of each request
-    chosen = _rules(records, approved, n).argmax(2) + first   # (rules, requests)
+    chosen = _rules(records, approved, read_truth(folder), n).argmax(2) + first   # (rules, requests)
     best = worth[chosen].mean(1).argmax()
     scores = np.zeros(len(records))
     scores[chosen[best]] = 1

@@ -84,7 +84,7 @@ def _correlations(tables: dict, seed: int) -> dict[str, float]:
 # %% ../../nbs/boards/simulation.ipynb #732e8620
 def _method_differences(preferences, names: list[str], seed: int = 0):
     """Differences in win rate between any two methods in points, the best first, of preferences
-    (replicates, instructions, methods): a DataFrame with better, worse, difference, low, high (95 %),
+    (replicates, requests, methods): a DataFrame with better, worse, difference, low, high (95 %),
     sd over replicates, whether it is clear of 0 alone, and its p-value among all (`holm`)."""
     import pandas as pd
     values = 100*np.asarray(preferences, dtype=float)
@@ -92,9 +92,9 @@ def _method_differences(preferences, names: list[str], seed: int = 0):
     better, worse = np.transpose([*combinations(order, 2)])
     lead = values[..., better] - values[..., worse]
     difference, low, high = replicate_interval(lead, known_mean, seed=seed)
-    replicates, instructions, _ = lead.shape
+    replicates, requests, _ = lead.shape
     sd = np.nan
-    freedom = instructions - 1
+    freedom = requests - 1
     if replicates > 1:
         sd = known_mean(lead, 1).std(0, ddof=1)
         freedom = replicates - 1

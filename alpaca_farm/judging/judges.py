@@ -183,7 +183,7 @@ def parse_verdicts(
     answer: dict | None,  # as the endpoint sent it
     pairs=(),             # the pairs shown, from which an answer may quote
 ) -> list[float]:  # (batch_size,) from 1 to 2; nan for no verdict
-    """Read an evaluator's preferences in its answer.
+    """Read a judge's preferences in its answer.
 
     Parameters:
       answer : as the endpoint sent it

@@ -65,7 +65,8 @@ def machine_speed(cfg: Config) -> float:  # operations a second
         began = time.perf_counter()
         (matrix @ matrix)[0, 0].item()
         times.append(time.perf_counter() - began)
-    return 2*size**3/min(times)*(1. if cpu else .4)
+    whole = cpu and matrix.dtype.itemsize == 4
+    return 2*size**3/min(times)*(1. if whole else .4)
 
 # %% ../../nbs/model/forecast.ipynb #71c6afbc
 _WRITING = 2   # passes that writing a token takes

@@ -30,7 +30,7 @@ from ..run.files import atomic_folder, read_json, remove, write_json
 from ..run.paths import at_root, root
 from ..run.processes import in_parts, written_once
 from ..run.progress import passes, tell
-from ..run.settings import Config
+from ..run.settings import as_list, Config
 
 # %% ../../nbs/model/logprobs.ipynb #ada10006
 def _settle_sampling(model, spec: str):
@@ -493,6 +493,11 @@ tags: [alpaca_farm, {notebook}]
 
 Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint and versions are in \
 `config.json` of the run folder that holds this one: fingerprint `{fingerprint}`.
+
+## What it may be used for
+
+Study and teaching. It learned from {sources}. No person has judged its answers or scores: \
+people must, before people use it. The licences of these models and data hold for it, too.
 '''
 _SCORED = '''
 Plain transformers scores otherwise and does not say so: \
@@ -502,11 +507,21 @@ from `alpaca_farm.model.rewards` and `alpaca_farm.run.settings`.
 '''
 
 
+def _learned_from(cfg: Config) -> str:
+    "Name the models and data from which a run learns, by their settings."
+    named = []
+    for setting in ('policy', 'data', 'preferences', 'reward_model', 'candidates'):
+        for path in as_list(getattr(cfg, setting, '')):
+            if path: named.append(f'{setting} `{path}`')
+    return ', '.join(named) or 'texts that it has made itself'
+
+
 def _model_card(policy: Policy, run) -> str:
     "Fill the card of a run's model."
     data = getattr(run.cfg, 'data', '')
     card = _CARD.format(notebook=run.config['notebook'], name=run.folder.name,
-                       fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
+                       fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '',
+                       sources=_learned_from(run.cfg))
     config = policy.model.config
     scored = {k: getattr(config, k, '') for k in ('likelihood', 'pooling')}
     if scored['likelihood'] or scored['pooling'] == 'mean': card += _SCORED.format(**scored)

@@ -67,6 +67,8 @@ def _show_first(records: list[dict], tokenizer, template: str, sampled: bool):
         ids, = encode_responses([text], ended=ended, records=records[:1], **how)
         parts.append((f'learned, {name}', ids, ended))
     print(example_text(len(records), parts, tokenizer))
+    if template == 'auto' and not tokenizer.chat_template:
+        print('  The model has no chat template: prompts have the format alpaca (template)')
     if sampled: print(f'  its answer is sampled, until {tokenizer.decode([end_token(**how)])!r}')
 
 # %% ../../nbs/train/preflight.ipynb #1c0ab6bf

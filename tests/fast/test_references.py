@@ -8,7 +8,7 @@ import tiny
 from alpaca_farm.run.files import read_json
 
 NBS = tiny.ROOT/'nbs'
-PATHS = sorted(p for p in (*NBS.rglob('*.ipynb'), *NBS.glob('*.md'), tiny.ROOT/'README.md')
+PATHS = sorted(p for p in (*NBS.rglob('*.ipynb'), *NBS.rglob('*.md'), tiny.ROOT/'README.md')
                if p.parent.name != '.ipynb_checkpoints'
                and p.name not in ('references.md', 'CHANGES.md'))
 REFERENCES = {re.sub(r'[()]', '', name).replace(', ', ' '): url for name, url in re.findall(

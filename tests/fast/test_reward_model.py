@@ -236,3 +236,4 @@ def test_a_card_says_what_plain_transformers_leaves_out(base, tmp_path):
     run = tiny.run('reward_model', base, tmp_path/'out', max_instances=40, likelihood=.2)
     card = (run.folder/'model'/'README.md').read_text()
     assert 'leaves out likelihood 0.2' in card
+    assert f'preferences `{run.cfg.preferences}`. No person has judged' in card

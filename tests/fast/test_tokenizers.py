@@ -30,6 +30,7 @@ from alpaca_farm.rrhf import _candidate_tokens
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
 from alpaca_farm.run.settings import Config
+from alpaca_farm.train import preflight
 from alpaca_farm.train.answers import sample_answers, SampleConfig
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -727,3 +728,13 @@ def test_a_gguf_file_without_the_extra_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr('alpaca_farm.model.loading.find_spec', lambda name: None)
     with pytest.raises(ImportError, match=r'some\.gguf.* extra gguf'):
         model_path(str(tmp_path/'some.gguf'))
+
+
+@pytest.mark.parametrize('template', ['auto', 'alpaca'])
+def test_prompts_of_a_model_without_a_chat_template_are_told(base, capsys, template):
+    "Alpaca's format is what such a model is asked in, unless the user has named it."
+    tokenizer = load_tokenizer(str(base/'sft'))
+    tokenizer.chat_template = None
+    preflight._show_first([dict(instruction='Hi', output='Ho')], tokenizer, template, False)
+    said = 'no chat template: prompts have the format alpaca' in capsys.readouterr().out
+    assert said == (template == 'auto')
