@@ -8,6 +8,7 @@ __all__ = ['EXACT', 'CONTESTABLE', 'WORDS', 'UTILITY', 'WRITTEN', 'Truth', 'comm
 
 # %% ../../../nbs/worlds/embedded/truth.ipynb #f4b8938e
 import json, math, random
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 
@@ -108,11 +109,15 @@ def _sample_spread(right: dict, contested: float, rng: random.Random) -> dict:
 _TRIES = 1000
 
 
-def _until(rule: str, draw, holds):
-    "Draw until a rule holds; ValueError names the rule if no draw keeps it."
+def _until(draw, rules: dict):
+    "Draw until all rules hold; ValueError names the rule that most draws break."
+    broken = Counter()
     for _ in range(_TRIES):
         drawn = draw()
-        if holds(drawn): return drawn
+        failed = [rule for rule, holds in rules.items() if not holds(drawn)]
+        if not failed: return drawn
+        broken.update(failed)
+    rule, _ = broken.most_common(1)[0]
     raise ValueError(f'none of {_TRIES:,} drawn worlds keeps the rule that {rule}: '
                      'change the tables of lexicon and truth so that one can')
 
@@ -125,9 +130,9 @@ def _sample_wants(rng: random.Random) -> dict:
             for behaviour in rng.sample(BEHAVIOURS, 3): wanted[behaviour].append(asker)
         return wanted
 
-    def holds(wanted):
+    def are_half(wanted):
         return all(len(askers) == len(ASKERS)/2 for askers in wanted.values())
-    return _until('half of the askers want each behaviour', draw, holds)
+    return _until(draw, {'half of the askers want each behaviour': are_half})
 
 
 def _sample_habit(wanted: dict, rng: random.Random) -> dict:
@@ -139,12 +144,12 @@ def _sample_habit(wanted: dict, rng: random.Random) -> dict:
             habit[behaviour] = [rng.choice(askers), rng.choice(others)]
         return habit
 
-    def holds(habit):
+    def are_balanced(habit):
         balance = dict.fromkeys(ASKERS, 0)
         for behaviour, askers in habit.items():
             for asker in askers: balance[asker] += 1 if asker in wanted[behaviour] else -1
         return not any(balance.values())
-    return _until('each asker meets as many wanted as unwanted habits', draw, holds)
+    return _until(draw, {'each asker meets as many wanted as unwanted habits': are_balanced})
 
 # %% ../../../nbs/worlds/embedded/truth.ipynb #0196681b
 WORDS = dict(sentence=2.6, detail=3.8, formal=1, source=4, caution=2, offer=3)   # that each adds
@@ -188,13 +193,17 @@ def _sample_weights(wanted: dict, habit: dict, rng: random.Random) -> dict:
             weights[name] *= math.exp(rng.gauss(0, _SPREAD))
         return weights
 
-    def holds(weights):
-        if weights['correct'] - sum(weights[b] for b in BEHAVIOURS) < _MARGIN: return False
-        for asker in ASKERS:
-            longer, favour = balance(asker, wanted, habit, weights)
-            if abs(longer) > _LONGER or abs(favour) > _FAVOUR: return False
-        return True
-    return _until('length and habit do not tell what is wanted', draw, holds)
+    def balances(weights): return [balance(asker, wanted, habit, weights) for asker in ASKERS]
+    def is_outweighed(weights):
+        return weights['correct'] - sum(weights[b] for b in BEHAVIOURS) >= _MARGIN
+    def is_hidden_by_length(weights):
+        return all(abs(longer) <= _LONGER for longer, _ in balances(weights))
+    def is_hidden_by_habit(weights):
+        return all(abs(favour) <= _FAVOUR for _, favour in balances(weights))
+    return _until(draw, {
+        'correctness counts more than all behaviours': is_outweighed,
+        'length does not tell what is wanted': is_hidden_by_length,
+        'habits do not tell what is wanted': is_hidden_by_habit})
 
 # %% ../../../nbs/worlds/embedded/truth.ipynb #5b8dca3b
 _WORLDS = 200   # wants and habits to try
@@ -239,7 +248,10 @@ WRITTEN = Truth(
 @lru_cache
 def truth_of(text: str) -> Truth:
     "Read a truth from JSON, the same object for the same text; ValueError if it is none."
-    return Truth(**json.loads(text))
+    truth = Truth(**json.loads(text))
+    lacking = sorted({*UTILITY} - {*truth.weights})
+    if lacking: raise ValueError(f'the weights of a truth lack {", ".join(lacking)}')
+    return truth
 
 
 def read_truth(folder: str = '') -> Truth:
