@@ -212,6 +212,17 @@ def _known_labels(labels: str) -> list[dict]:
     means = RecordedLabels(known)([*pairs.values()])
     return [dict(r, preference=mean) for r, mean in zip(pairs.values(), means)]
 
+# %% ../nbs/decide.ipynb #0d3c51e7
+def _tell_left_out(labels: str, drawn: list[dict]):
+    "Say how many labelled duels are none of those that this decision has drawn."
+    file = label_file(labels) if labels else None
+    if not file: return
+    known = {tuple(pair_identity(pair)) for pair in drawn}
+    duels = [r for r in read_recorded(file) if r.get('drawn') == 'duel']
+    others = [r for r in duels if tuple(pair_identity(r)) not in known]
+    if others: print(f'labels = {labels}: {len(others)} of {len(duels)} labelled duels were not '
+                     'drawn for this decision, and are left out')
+
 # %% ../nbs/decide.ipynb #521fd564
 def _first_pairs(cfg: DecideConfig, sft: list[dict]) -> tuple[list[dict], list[dict]]:
     "Pairs to be labelled for the check, and pairs that were labelled before any was drawn."
@@ -600,6 +611,7 @@ def run(cfg: DecideConfig):
     left = cfg.budget - len(first) if cfg.budget >= _FEWEST_FOR_RATES else 0
     found, drawn = _ask_duels(board, left, ask, cfg.seed)
     if not found.complete(): return _stop(folder, first + drawn, ask(drawn))
+    _tell_left_out(cfg.labels, drawn)
     folder.load()
     _write_decision(folder, board, found, forecasts, judge=said, corrected=left > 0,
                     labels=len(first + drawn), others=len(known),

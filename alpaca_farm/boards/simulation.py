@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from ..judging.stats import holm, known_mean, p_value, replicate_interval
-from ..judging.stats import spearman_interval
+from ..judging.stats import spearman, spearman_interval
 from ..run.runs import write_csv
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
@@ -68,6 +68,13 @@ def _some_methods(tables: dict, kept) -> dict:
     return dict(names=[tables['names'][k] for k in kept]) | columns
 
 # %% ../../nbs/boards/simulation.ipynb #5a8fb0ee
+def _mean_elsewhere(values: np.ndarray) -> np.ndarray:
+    """The means of the other replicates, of (replicates, requests, methods): what somebody foretells
+    who has no judge, but knows other worlds."""
+    rates = known_mean(values, 1)
+    return (rates.sum(0) - rates)/(len(rates) - 1)
+
+
 def _correlations(tables: dict, seed: int) -> dict[str, float]:
     "Spearman's correlations of the columns, over all rows and over the methods that gain."
     every = np.arange(len(tables['names']))
@@ -75,6 +82,11 @@ def _correlations(tables: dict, seed: int) -> dict[str, float]:
     found = dict(gaining=len(gaining))
     for end, kept in (('', every), ('_gaining', gaining)):
         some = _some_methods(tables, kept)
+        if len(kept) > 2 and len(some['crowd']) > 2:
+            r = spearman(known_mean(some['crowd'], 1), _mean_elsewhere(some['crowd']))
+            interval = replicate_interval(r[:, None])
+            interval = interval._replace(high=min(interval.high, 1.))
+            found |= interval.columns(f'spearman_elsewhere_crowd{end}')
         for a, b in combinations(_COLUMNS, 2):
             if len(kept) < 3: continue
             r = spearman_interval(some[a], some[b], seed=seed)
