@@ -25,12 +25,16 @@ from .run.paths import at_root
 # %% ../nbs/auto_annotations.ipynb #2936617a
 def _records_of(data) -> list[dict]:
     "Read records from a list, a data frame, a data set or a file; ValueError for anything else."
-    if isinstance(data, (str, Path)): return read_rows(at_root(data))
-    if hasattr(data, 'fillna'): return data.fillna(dict(input='')).to_dict('records')
-    rows = list(data)
+    if isinstance(data, (str, Path)): rows = read_rows(at_root(data))
+    elif hasattr(data, 'fillna'): rows = data.fillna(dict(input='')).to_dict('records')
+    else: rows = list(data)
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f'row {i} is a {type(row).__name__}: no record')
+        if 'instruction' not in row: raise ValueError(f'row {i}: the field instruction is missing')
+        if not isinstance(row.get('output', ''), (str, list)):
+            raise ValueError(f'row {i}: the output is {row["output"]!r}, and not a text')
+        if row.get('input') != row.get('input'): rows[i] = row | dict(input='')   # a missing one
     return rows
 
 # %% ../nbs/auto_annotations.ipynb #cf021755

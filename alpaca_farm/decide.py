@@ -21,14 +21,14 @@ from .boards.regret import Beliefs, chances, draw_win_rates, judge_in_duels
 from .boards.regret import weigh_duels
 from .boards.text import TEXT_COLUMNS
 from .data.dialogues import prompt_key
-from .data.pairs import match_prompts, output_texts, pair_identity
+from .data.pairs import match_prompts, output_texts, text_key
 from .data.records import each_answer, load_records
 from .farm import farm_jobs, farm_world, FarmConfig, judge_of_role, RUNS
 from .judging.duels import duel_records, Duels, equal_share, hold_duels
 from .judging.duels import number_answers, pair_rates
 from .judging.judges import JudgedConfig, load_annotators, read_recorded
 from .judging.judges import RecordedLabels, request_settings
-from .judging.label_files import label_file
+from .judging.label_files import label_file, last_votes
 from .judging.pools import mean_preferences
 from .judging.stats import FEWEST_LABELS, Interval, known_mean, tilted_weights
 from .judging.stats import wilson
@@ -204,11 +204,11 @@ def _known_labels(labels: str) -> list[dict]:
     if not file: return []
     known = []
     pairs = {}   # the first row on each
-    for r in read_recorded(file):
+    for r in last_votes(read_recorded(file)):
         is_check = r.get('generator_1') == 'sft' and r.get('drawn') == 'random'
         if r['output_1'] == r['output_2'] or is_check or r.get('drawn') == 'duel': continue
         known.append(r)
-        pairs.setdefault(tuple(pair_identity(r)), r)
+        pairs.setdefault(text_key(r), r)
     means = RecordedLabels(known)([*pairs.values()])
     return [dict(r, preference=mean) for r, mean in zip(pairs.values(), means)]
 
@@ -217,9 +217,9 @@ def _tell_left_out(labels: str, drawn: list[dict]):
     "Say how many labelled duels are none of those that this decision has drawn."
     file = label_file(labels) if labels else None
     if not file: return
-    known = {tuple(pair_identity(pair)) for pair in drawn}
-    duels = [r for r in read_recorded(file) if r.get('drawn') == 'duel']
-    others = [r for r in duels if tuple(pair_identity(r)) not in known]
+    known = {text_key(pair) for pair in drawn}
+    duels = [r for r in last_votes(read_recorded(file)) if r.get('drawn') == 'duel']
+    others = [r for r in duels if text_key(r) not in known]
     if others: print(f'labels = {labels}: {len(others)} of {len(duels)} labelled duels were not '
                      'drawn for this decision, and are left out')
 
@@ -229,11 +229,14 @@ def _first_pairs(cfg: DecideConfig, sft: list[dict]) -> tuple[list[dict], list[d
     known = _known_labels(cfg.labels)
     n = min(60, int(.3*cfg.budget))
     if cfg.budget < _FEWEST_FOR_RATES: n = cfg.budget
-    if len(known) >= _FEWEST_FOR_RATES: n = 0
     answers = match_prompts(read_answers(f'{cfg.runs}/eval_samples', candidates=True), sft)
     order = np.random.default_rng(cfg.seed).permutation(len(sft))
     pairs = [_check_pair(answers[i], sft[i]) for i in order]
-    return [p for p in pairs if p['output_1'] != p['output_2']][:n], known
+    pairs = [p for p in pairs if p['output_1'] != p['output_2']]
+    checks = set(map(text_key, pairs))   # also where a table program has dropped `drawn`
+    known = [r for r in known if text_key(r) not in checks]
+    if len(known) >= _FEWEST_FOR_RATES: n = 0
+    return pairs[:n], known
 
 # %% ../nbs/decide.ipynb #dec1de0d
 _MARKS = dict(
@@ -584,6 +587,8 @@ def run(cfg: DecideConfig):
     asking = request_settings(cfg, world.asking)
     judge = load_annotators(judge_of_role(farm, 'pool', world), asking)
     people = load_annotators(cfg.labels, asking) if cfg.labels else RecordedLabels([])
+    file = label_file(cfg.labels) if cfg.labels else None
+    if file: people = RecordedLabels(last_votes(read_recorded(file)))
 
     def ask(pairs):
         means = isinstance(people, RecordedLabels)   # of several persons' votes

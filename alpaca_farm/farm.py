@@ -6,7 +6,7 @@
 __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'farm_world', 'judge_of_role', 'names_of', 'farm_jobs', 'run']
 
 # %% ../nbs/farm.ipynb #e2ff0440
-import os, time
+import os, re, time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -181,7 +181,9 @@ def _left_out(cfg: FarmConfig, world: World, sizes: dict) -> set[str]:
         if world.policy: reads.discard('sft')
         others = cfg.methods and row['method'] and row['method'] not in cfg.methods
         unlabelled = row['labels'] == 'crowd' and not _has_crowd(cfg, world)
-        if others or unlabelled or sizes.get(name, {}) is None or reads & left: left.add(name)
+        kinds = {name, row['notebook']} if row['notebook'] not in RUNS else {name}
+        null = any(sizes.get(kind, {}) is None for kind in kinds)
+        if others or unlabelled or null or reads & left: left.add(name)
     return left
 
 # %% ../nbs/farm.ipynb #9f9a7954
@@ -220,6 +222,9 @@ def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
     world = farm_world(cfg, replicate)
     sizes = _all_sizes(cfg, world)
     left_out = _left_out(cfg, world, sizes)
+    for name in ('references', 'eval_samples'):
+        if name in left_out:
+            raise ValueError(f'sizes: a board needs the run {name}, which is null or reads one that is')
     sizes = {name: own for name, own in sizes.items() if own is not None}
     machine = {k: v for k, v in cfg.changed().items() if k in ('device', 'dtype')}
     if _makes_world(cfg) and torch.cuda.is_available():
@@ -275,7 +280,9 @@ def _make_runs(cfg: FarmConfig) -> tuple[tuple[str, ...], list[str]]:
     jobs = []
     for k in range(cfg.seeds): jobs += farm_jobs(cfg, k)
     failed = run_jobs(jobs, workers=cfg.workers, name='farm', place=cfg.place)
-    return tuple(job.out for job in jobs if read_summary(job.out)), failed
+    def has_failed(job): return any(re.match(rf'{re.escape(job.out)}(:|\.ipynb| \()', why) for why in failed)
+    made = [job.out for job in jobs if read_summary(job.out) and not has_failed(job)]
+    return tuple(made), failed
 
 
 def _complete_replicates(cfg: FarmConfig, made: tuple) -> list[int]:

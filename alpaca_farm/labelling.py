@@ -16,11 +16,12 @@ import numpy as np
 from .ask.store import request_key, Store
 from .data.dialogues import prompt_key, prompt_text
 from .data.pairs import common_prompts, hash_uniform, match_prompts
-from .data.pairs import pair_identity, pair_uniform
+from .data.pairs import pair_uniform, text_key
 from .data.records import load_records
 from .judging.duels import check_drawn, Design, duel_records, Duels, explain_duels
 from .judging.duels import hold_duels, number_answers, pair_table
 from .judging.judges import load_pairs, read_recorded, RecordedLabels
+from .judging.label_files import last_votes
 from .judging.stats import wilson
 from .run.files import digest
 from .run.paths import at_root
@@ -371,7 +372,7 @@ class MethodDuels:
         self.answers = _method_answers(cfg)
         self.numbers = number_answers([*self.answers.values()])
         self.elsewhere = []
-        if cfg.labels: self.elsewhere = read_recorded(cfg.labels)
+        if cfg.labels: self.elsewhere = last_votes(read_recorded(cfg.labels))
 
     def hold(self) -> tuple[Duels, list[dict], list[dict]]:
         "Hold duels until votes are missing: the duels, their pairs and the votes by person."
@@ -387,8 +388,8 @@ class MethodDuels:
 
     def votes_elsewhere(self, pairs: list[dict]) -> list[dict]:
         "Select the votes on these pairs that were given elsewhere."
-        known = {tuple(pair_identity(pair)) for pair in pairs}
-        return [row for row in self.elsewhere if tuple(pair_identity(row)) in known]
+        known = {text_key(pair) for pair in pairs}
+        return [row for row in self.elsewhere if text_key(row) in known]
 
     def to_label(self, person: str) -> list[dict]:
         "List the pairs that only this person has voted on, or nobody."

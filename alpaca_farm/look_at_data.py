@@ -19,11 +19,11 @@ import numpy as np
 from .data.dialogues import as_messages, EMPTY_CELLS, full_instruction, NOT_SHOWN
 from .data.dialogues import prompt_key
 from .data.formats import as_records, FIELDS, parse_columns
-from .data.records import each_once, find_file, load_rows, read_all
+from .data.records import each_once, find_file, is_true, load_rows, read_all
 from .data.shown import learned_texts
 from .data.text import check_limit, encode_prompts, encode_responses
 from .judging.judges import break_control_tokens
-from .judging.label_files import is_true, name_voter
+from .judging.label_files import name_voter
 from .judging.stats import wilson
 from .model.loading import load_tokenizer
 from .run.paths import at_root

@@ -18,10 +18,10 @@ from transformers.trainer_callback import TrainerCallback
 from .data.dialogues import as_messages, bare_prompt, full_instruction, prompt_key
 from .data.records import load_records
 from .data.text import end_tokens
-from .judging.judges import folder_function, load_annotators
+from .judging.judges import folder_function, load_annotators, request_settings
 from .judging.pools import mean_preferences, preferences_over
 from .judging.prompts import model_kind
-from .judging.stats import mean
+from .judging.stats import known_mean, mean
 from .model.loading import load_tokenizer
 from .model.policy import Policy
 from .model.rewards import reward
@@ -175,7 +175,7 @@ def group_wins(
     for (first, second), preference in zip(places, mean_preferences(judge, pairs)):
         won[first].append(2 - preference)
         won[second].append(preference - 1)
-    return [float(np.mean(share)) for share in won]
+    return [float(known_mean(share)) for share in won]   # without missing verdicts
 
 # %% ../nbs/with_trl.ipynb #bf6ebfd6
 def _scorer(spec: str, world: str, cfg: Config) -> Callable:
@@ -276,8 +276,9 @@ class TruthCallback(TrainerCallback):
         found = read_world(world)
         self.utility = found.function(found.utility) if found.utility else None
         self.judges = {}
+        asking = request_settings(Config(), found.asking)
         for name, role in (('held_out_crowd', found.board_judge), ('pool', found.pool)):
-            self.judges[name] = load_annotators(found.path(role), Config())
+            self.judges[name] = load_annotators(found.path(role), asking)
         self.records = load_records(world, split)[:requests]
         self.sampling = SampleConfig(temperature=temperature, max_new_tokens=max_new_tokens,
                                      max_prompt=10**6)

@@ -143,6 +143,8 @@ def _make_client(cfg: ApiConfig):
     "Make a client of the openai package; ValueError if there is no key."
     import openai
     url = _server_address(cfg)
+    if url and '://' not in url:
+        raise ValueError(f'OPENAI_BASE_URL = {url}: write it like http://localhost:8000/v1')
     key = os.environ.get('OPENAI_API_KEY')
     if not key and (not url or 'api.openai.com' in url):
         raise ValueError('no key for the endpoint: set the environment variable OPENAI_API_KEY, '

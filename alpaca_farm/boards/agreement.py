@@ -289,6 +289,9 @@ def verdicts_of_judges(
     judged = {}
     for spec, new in zip(specs, recorded):
         if new is None: new = _live_verdicts(spec, sets, cfg)
+        if any(judge == 'people' for _, judge in new):
+            raise ValueError(f'judges: {spec} brings a judge called people, as the board calls '
+                             'those who voted: rename it')
         for twice in new.keys() & judged:
             raise ValueError(f'judges: {spec} brings a second judge called {twice[1]}')
         judged |= new

@@ -103,6 +103,7 @@ def _word_answers(folder: str, candidates: list[dict]) -> dict[str, list[dict]]:
         if run not in known:
             known[run] = load_records(f'{folder}/{run}', 'preferences', 'preference')
         pairs = known[run]
+        if all(p['preference'] == 1.5 for p in pairs): continue   # nothing to learn
         if row in _TOLD: scorer = taste_scorer(pairs, _first_sentence)
         else: scorer = word_scorer(pairs, _opening)
         answers[row] = choose_best(score_candidates(candidates, scorer))

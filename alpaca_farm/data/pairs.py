@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PAIR_FIELDS', 'ENDED', 'is_preference', 'read_preference', 'check_preferences', 'hash_uniform', 'plain_lines',
-           'pair_texts', 'pair_identity', 'swap_outputs', 'answer_of', 'pair_uniform', 'shown_swapped', 'output_texts',
-           'shown_texts', 'index_prompts', 'check_answered', 'match_prompts', 'common_prompts', 'answer_pairs',
-           'pair_up', 'head2head_pairs', 'same_answers']
+           'pair_texts', 'text_key', 'pair_identity', 'swap_outputs', 'answer_of', 'pair_uniform', 'shown_swapped',
+           'output_texts', 'shown_texts', 'index_prompts', 'check_answered', 'match_prompts', 'common_prompts',
+           'answer_pairs', 'pair_up', 'head2head_pairs', 'same_answers']
 
 # %% ../../nbs/data/pairs.ipynb #aaceba8c
 import hashlib, json, math, re
@@ -89,6 +89,12 @@ def plain_lines(text: str) -> str:
 def pair_texts(pair: dict) -> tuple[str, str, str]:
     "Return the texts by which a pair's label is found: its request with the input, both answers."
     return tuple(map(plain_lines, (full_instruction(pair), pair['output_1'], pair['output_2'])))
+
+
+def text_key(pair: dict) -> tuple[str, str, str]:
+    "Return `pair_texts`, whichever of the pair's outputs comes first."
+    request, *answers = pair_texts(pair)
+    return request, *sorted(answers)
 
 
 def pair_identity(pair: dict) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ..data.dialogues import bare_prompt, prompt_text
-from ..data.pairs import pair_identity, shown_texts
+from ..data.pairs import shown_texts, text_key
 from .stats import Interval, wilson
 
 # %% ../../nbs/judging/duels.ipynb #8783c23a
@@ -342,9 +342,9 @@ def check_drawn(
       drawn : the drawn pairs, from `duel_records`
       where : setting and file, for the message
     """
-    known = {tuple(pair_identity(pair)) for pair in drawn}
+    known = {text_key(pair) for pair in drawn}
     for label in labels:
-        if label.get('drawn') != 'duel' or tuple(pair_identity(label)) in known: continue
+        if label.get('drawn') != 'duel' or text_key(label) in known: continue
         names = f'{label.get("generator_1")} and {label.get("generator_2")}'
         raise ValueError(f'{where}: the duel of {names} on {prompt_text(label)!r:.60} was not '
                          'drawn. Vote on the pairs of to_label.json only, and name them all')

@@ -423,8 +423,13 @@ class RecordedLabels:
 
 def read_recorded(path) -> list[dict]:
     "Read labels of a file or run, or AlpacaEval's annotations; ValueError for a wrong row."
-    rows = as_records(read_rows(find_file(str(path), 'preferences')), str(path), ['preference'])
-    return check_records(rows, 'preference', str(path))
+    rows = read_rows(find_file(str(path), 'preferences'))
+    labels = []
+    for r in as_records(rows, str(path), ['preference', 'pair']):
+        votes = r.get('votes')
+        if r.get('preference') is not None or not isinstance(votes, dict): labels.append(r)
+        else: labels += [dict(r, preference=vote, annotator=name) for name, vote in votes.items()]
+    return check_records(labels, 'preference', str(path))
 
 # %% ../../nbs/judging/judges.ipynb #ebfe0b44
 def utility_judge(utility):

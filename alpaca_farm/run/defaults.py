@@ -25,6 +25,8 @@ def _weight_files(spec: str) -> list[Path]:
         from huggingface_hub.constants import HF_HUB_CACHE
         name, _, revision = spec.partition('@')
         cached = Path(HF_HUB_CACHE)/f'models--{name.replace("/", "--")}'
+        branch = cached/'refs'/(revision or 'main')   # a file with the name of its newest snapshot
+        if branch.is_file(): revision = branch.read_text().strip()
         folders += cached.glob(f'snapshots/{revision or "*"}')
     for folder in folders:
         if found := [*folder.glob('*.safetensors')]: return found

@@ -170,7 +170,8 @@ def _place(name: str, workers: int, gpus: int) -> Place:
 def _share_done(job: Job) -> float:
     "The share of a job's steps in its log."
     total = run_config(job.out).get('steps', 0)
-    log = read_log(job.out)
+    try: log = read_log(job.out)
+    except ValueError: log = []   # damaged: the run itself says so
     return log[-1]['step']/total if total and log else 0.
 
 # %% ../../nbs/run/jobs.ipynb #996e9dcb

@@ -26,7 +26,9 @@ def tell(line: str):
     over = '\r\x1b[K'   # takes a terminal's line away
     print((over if sys.stdout.isatty() else '') + line)
     fd = _terminal()
-    if fd is not None: os.write(fd, f'{over if os.isatty(fd) else ""}{line}\n'.encode())
+    if fd is None: return
+    with contextlib.suppress(OSError):   # closed
+        os.write(fd, f'{over if os.isatty(fd) else ""}{line}\n'.encode())
 
 # %% ../../nbs/run/progress.ipynb #0d5f7a21
 def _curve(points: list[tuple[float, float]], label: str = '') -> str:
@@ -128,7 +130,9 @@ class Progress:
             shown['text/html'] = f'<div>{html.escape(line)}</div><div>{bar}</div>{drawn}'
         if self.handle is not None: self.handle.update(shown, raw=True)
         end = '\n' if over else ''
-        if self.terminal: os.write(self.fd, f'\r\x1b[K{line}{end}'.encode())
+        if self.terminal:
+            with contextlib.suppress(OSError):   # closed
+                os.write(self.fd, f'\r\x1b[K{line}{end}'.encode())
         elif time.monotonic() - self.told > 60: self.tell(line)
 
     def tell(self, line: str):

@@ -101,7 +101,8 @@ def _parse(text: str, package: str = '') -> list[ast.stmt]:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            node.module = resolve_name('.'*node.level + (node.module or ''), package)
+            try: node.module = resolve_name('.'*node.level + (node.module or ''), package)
+            except ImportError: node.module = node.module or ''   # the import fails, too
             node.level = 0
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node): node.body = node.body[1:]
     return [statement for statement in tree.body if not isinstance(statement, ast.Expr)]
@@ -488,8 +489,9 @@ def _check_named(name: str, path: str):
     if run is None: return
     if not (run/'summary.json').exists():
         if at_root(path).is_file(): return   # a file is whole
+        out = os.path.relpath(run, root()) if run.is_relative_to(root()) else run
         raise ValueError(f'{name} = {path}: this run is not finished. Start it again with '
-                         f'out = {run.name}; its settings are in {run}/config.json')
+                         f'out = {out}; its settings are in {run}/config.json')
     try: why = why_stale(run)
     except ValueError as e: why = f'of what it was made from, {e}'
     if why: print(f'{name} = {path} is used as it is, but {why}')

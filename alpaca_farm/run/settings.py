@@ -133,8 +133,9 @@ def as_type(
 
 # %% ../../nbs/run/settings.ipynb #db840a00
 def _assigned(cell: str) -> list[str]:
-    "Names assigned at the top level of a cell; none if it is not plain Python, such as a `%magic`."
-    try: body = ast.parse(cell).body
+    "Names assigned at the top level of a cell; none if it is not Python."
+    from IPython.core.inputtransformer2 import TransformerManager
+    try: body = ast.parse(TransformerManager().transform_cell(cell)).body
     except SyntaxError: return []
     names = []
     for statement in body:
@@ -235,6 +236,10 @@ def _check_device(name: str):
                          'NVIDIA GPU, mps for an Apple GPU, cpu, or auto') from None
     if kind == 'cuda' and not torch.cuda.is_available():
         raise ValueError(f'device = {name}: torch finds no NVIDIA GPU; take cpu')
+    index = torch.device(name).index or 0
+    if kind == 'cuda' and index >= torch.cuda.device_count():
+        raise ValueError(f'device = {name}: torch finds {torch.cuda.device_count()} GPUs, '
+                         'counted from 0')
     if kind == 'mps' and not torch.backends.mps.is_available():
         raise ValueError('device = mps: there is no Apple GPU; take cpu')
 
@@ -490,7 +495,7 @@ def collect(cls: Config, namespace: dict):
     injected = []
     for cell in namespace['In'][:-1]:   # the last is the running one
         assigned = _assigned(cell)
-        if cell.startswith('# Parameters'): injected += assigned
+        if cell.startswith('# Parameters') or assigned == ['out']: injected += assigned
         elif 'out' in assigned:
             names = assigned
             injected = []

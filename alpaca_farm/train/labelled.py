@@ -13,8 +13,7 @@ from fastcore.basics import patch
 
 from ..data.dialogues import prompt_key
 from ..data.pairs import swap_outputs
-from ..judging.label_files import is_true
-from ..data.records import load_records
+from ..data.records import is_true, load_records
 from ..data.text import encode
 from ..model.logprobs import response_logprobs
 from ..model.policy import Policy

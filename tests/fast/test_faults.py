@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import pickle
+import pty
 import re
 import shutil
 import sys
@@ -14,16 +15,20 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from alpaca_farm import ppo
+from alpaca_farm import farm, ppo
+from alpaca_farm.ask import client
 from alpaca_farm.boards.compare import _differing_settings, CompareConfig
 from alpaca_farm.data.records import load_records
 from alpaca_farm.model import loading
 from alpaca_farm.model.loading import model_path
-from alpaca_farm.run import files, jobs, runs
-from alpaca_farm.run.files import read_json
+from alpaca_farm.run import files, jobs, progress, runs
+from alpaca_farm.run.defaults import count_weights
+from alpaca_farm.run.files import read_json, write_json
 from alpaca_farm.run.paths import notebooks_folder
 from alpaca_farm.run.runs import content_hash, ensure_inputs, read_log, read_signed, read_summary
 from alpaca_farm.run.runs import signed
@@ -735,3 +740,97 @@ def test_what_another_user_may_not_read_is_said_to_be_there(base, closed):
             if root:
                 os.seteuid(0)
             os.chmod(closed, 0o755)
+
+
+def test_a_branch_of_a_cached_model_is_counted(tmp_path, monkeypatch):
+    "Snapshots are named by their commits, and a file by the branch."
+    model = tmp_path/'models--org--small'
+    (model/'snapshots'/('a'*40)).mkdir(parents=True)
+    (model/'refs').mkdir()
+    (model/'refs'/'main').write_text('a'*40)
+    save_file(dict(w=torch.zeros(10, 10)), model/'snapshots'/('a'*40)/'model.safetensors')
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path))
+    assert count_weights('org/small@main') == count_weights('org/small') == 100
+
+
+def test_runs_that_failed_now_are_not_on_the_board(tmp_path, monkeypatch):
+    "Though an earlier farm has left their folders."
+    cfg = farm.FarmConfig(runs=str(tmp_path), methods=['ppo'])
+    for job in farm.farm_jobs(cfg):
+        write_json(Path(job.out)/'summary.json', signed(dict(cpu_seconds=1)))
+    why = [f'{tmp_path}/ppo: not run, since x is missing']
+    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, **_: why)
+    made, _ = farm._make_runs(cfg)
+    assert f'{tmp_path}/ppo' not in made
+    assert f'{tmp_path}/ppo_crowd' in made
+
+
+def test_null_for_a_notebook_leaves_its_runs_out(tmp_path):
+    (tmp_path/'sizes.yaml').write_text('binary_feedback: null')
+    found = farm.farm_jobs(farm.FarmConfig(size=str(tmp_path/'sizes.yaml')))
+    names = {Path(job.out).name for job in found}
+    assert names.isdisjoint({'feedme', 'reward_conditioning', 'feedme_crowd'})
+    assert 'ppo' in names
+
+
+@pytest.mark.parametrize('name', ['references', 'eval_samples', 'sft'])
+def test_a_farm_without_what_its_board_needs_is_refused(tmp_path, name):
+    (tmp_path/'sizes.yaml').write_text(f'{name}: null')
+    with pytest.raises(ValueError, match='a board needs'):
+        farm.farm_jobs(farm.FarmConfig(size=str(tmp_path/'sizes.yaml')))
+
+
+def test_an_unfinished_input_is_named_with_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, 'root', lambda: tmp_path)
+    monkeypatch.setattr(runs, 'run_of', lambda path: tmp_path/path)
+    (tmp_path/'runs'/'x').mkdir(parents=True)
+    with pytest.raises(ValueError, match='out = runs/x;'):
+        runs._check_named('policy', 'runs/x')
+
+
+def test_a_damaged_log_ends_its_own_job_only(tmp_path, monkeypatch):
+    write_json(tmp_path/'a'/'config.json', signed(dict(notebook='sft', fingerprint='', steps=5)))
+    (tmp_path/'a'/'log.jsonl').write_text('{"step": 1}\nx\n{"step": 2}\n')
+    done = Future()
+    done.set_result(None)
+    monkeypatch.setitem(jobs.JOB_PLACES, 'toys', lambda *_: jobs.Place(lambda *_: done, [{}]))
+    both = [jobs.Job(f'{tmp_path}/{name}', 'sft') for name in 'ab']
+    assert jobs.run_jobs(both, place='toys') == []
+
+
+def test_a_terminal_that_is_closed_ends_no_training(monkeypatch):
+    master, slave = pty.openpty()
+    monkeypatch.setattr(progress, '_terminal', lambda: slave)
+    show = progress.Progress('ppo', 10, every=0)
+    show(1)
+    os.close(master)
+    show(2)
+    progress.tell('a warning')
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 1)
+    with pytest.raises(ValueError, match='cuda:3'):
+        Config(device='cuda:3')
+
+
+def test_a_module_whose_relative_import_is_guarded_is_hashed(tmp_path, monkeypatch):
+    text = 'try: from .a import f\nexcept ImportError: f = len\ndef loss(h): return h\n'
+    (tmp_path/'guarded_module.py').write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert content_hash('guarded_module:loss')
+
+
+@pytest.mark.parametrize('first', ['', '%env A=1\n'])
+def test_a_cell_that_sets_only_the_folder_keeps_the_other_settings(first):
+    "With a magic in the parameters cell, too."
+    cells = [first + 'out = ""\nseed = 0\ncheckpoint_every = 5', 'out = "b"', 'cfg = ...']
+    cfg = ppo.PPOConfig.collect(dict(In=cells, out='b', seed=0, checkpoint_every=7))
+    assert (cfg.out, cfg.checkpoint_every) == ('b', 7)
+
+
+def test_an_address_without_http_is_refused_also_in_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv('OPENAI_BASE_URL', 'localhost:8000/v1')
+    with pytest.raises(ValueError, match='write it like http'):
+        client._make_client(client.ApiConfig(store=str(tmp_path/'store.sqlite')))
