@@ -9,7 +9,7 @@ __all__ = ['ChatConfig', 'Chat', 'run']
 from dataclasses import dataclass
 from typing import Annotated
 
-from .data.text import encode_prompts
+from .data.text import control_tokens, encode_prompts, position_limit
 from .model.logprobs import load_policy
 from .run.runs import ensure_inputs
 from .run.settings import ASIDE, by_size, command, Count, Positive, SizedModel
@@ -52,11 +52,14 @@ class Chat:
     def prompt(self, text: str) -> dict:
         "Make a record of a request behind the turns that the policy reads."
         request = dict(role='user', content=text)
+        control = len(control_tokens(self.policy.tokenizer))
+        positions = position_limit(self.policy) - self.cfg.max_new_tokens
+        limit = min(self.cfg.max_prompt + control, positions)
         at = max(0, len(self.messages) - 2*self.cfg.memory)
         while at < len(self.messages):
             record = dict(messages=[*self.messages[at:], request])
             tokens, = encode_prompts([record], self.policy.tokenizer, self.cfg.template)
-            if len(tokens) <= self.cfg.max_prompt: return record
+            if len(tokens) <= limit: return record
             at += 2
         return dict(instruction=text)
 

@@ -262,7 +262,10 @@ def _policy_proxy(folder: str, proxies: list[str]) -> str:
 # %% ../nbs/overoptimization.ipynb #119140c5
 def checkpoints(folder: str) -> list[tuple[int, str]]:
     "List steps and folders of a run's checkpoints, in order; its final model if it saved none."
-    saved = [(int(p.name.split('-')[1]), str(p)) for p in at_root(folder).glob('model-*')]
+    saved = []
+    for path in at_root(folder).glob('model-*'):
+        step = path.name.removeprefix('model-')
+        if step.isdecimal(): saved.append((int(step), str(path)))
     return sorted(saved) or [(0, folder)]
 
 # %% ../nbs/overoptimization.ipynb #74debec7

@@ -254,6 +254,9 @@ class PPOConfig(OnlineConfig):
         if self.target_kl and not self.kl_coef:
             raise ValueError(f'target_kl = {self.target_kl}: kl_coef = 0 stays 0, by whatever it '
                              'is multiplied. Give kl_coef a value above 0')
+        if self.advantage_function and 'advantage' in self.changed():
+            raise ValueError(f'advantage = {self.advantage} has no effect beside advantage_function = '
+                             f'{self.advantage_function}: leave one of them out')
         if self.advantage_function: _try_advantage(self)
 
     @property

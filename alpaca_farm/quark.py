@@ -23,6 +23,7 @@ from .judging.stats import mean_figures
 from .model.control import add_tokens, prepend_tokens, set_control_prefix
 from .model.functional import widen
 from .model.logprobs import answer_states, load_policy, load_reference, logits_of
+from .model.logprobs import never_written
 from .model.policy import Policy
 from .model.rewards import reward
 from .run.runs import makes_run, Run
@@ -224,10 +225,14 @@ def response_terms(
         plain = dict(batch, ids=batch['ids'] * shared, mask=batch['mask'] * shared)
         ref_states = answer_states(reference, plain)[:, :-1][chosen]
 
+    never = never_written(policy, vocab_size)   # no answer has these tokens
+    def logits_at(model, state):
+        logits = widen(logits_of(model, state)[:, :vocab_size]) / temperature
+        return logits if never is None else logits.index_fill(-1, never, -1e9)
+
     def terms(state, ref_state, token):
-        logits = logits_of(policy, state)[:, :vocab_size] / temperature
-        with torch.no_grad(): ref = logits_of(reference, ref_state)[:, :vocab_size] / temperature
-        return token_terms(logits, ref, token)
+        with torch.no_grad(): ref = logits_at(reference, ref_state)
+        return token_terms(logits_at(policy, state), ref, token)
 
     size = chunk or max(1, 2**24 // vocab_size)
     parts = list(zip(states.split(size), ref_states.split(size), tokens[chosen].split(size)))

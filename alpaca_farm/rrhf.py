@@ -16,7 +16,8 @@ import torch
 
 from .data.records import distinct, each_answer, LISTS, load_records
 from .data.records import merge_candidates, select_candidates, without_lists
-from .data.text import collate, decode, encode_prompts, encode_responses, within_limit
+from .data.text import collate, control_tokens, decode, encode_prompts
+from .data.text import encode_responses, within_limit
 from .judging.stats import mean
 from .model.beams import beam_search
 from .model.loading import load_tokenizer
@@ -208,7 +209,8 @@ def _load_queries(
     settle(run, tokenizer, found, answered=answered)
     prompts = encode_prompts(found, tokenizer, cfg.template)
     lengths = [len(prompt) for prompt in prompts]
-    fit = within_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
+    control = len(control_tokens(tokenizer))   # which stand before every prompt
+    fit = within_limit([n - control for n in lengths], cfg.max_prompt, 'prompts', 'max_prompt')
     queries = []
     for i in fit:
         query = _limit_candidates(found[i], prompts[i], tokenizer, cfg)

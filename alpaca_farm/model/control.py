@@ -42,8 +42,10 @@ def add_tokens(
         new = rows.mean(0) + jitter * noise * rows.std(0)
         weight[old:len(tokenizer)] = new.to(weight.dtype)
     ids = tokenizer.convert_tokens_to_ids(list(names))
+    unnamed = range(len(tokenizer), len(tables[0].weight))   # rows that pad a table
     suppressed = model.generation_config.suppress_tokens or []
-    model.generation_config.suppress_tokens = sorted({*suppressed, *ids})   # never generated
+    never = sorted({*suppressed, *ids, *unnamed})
+    model.generation_config.suppress_tokens = never   # in no answer
     if policy.adapter is not None and len(tokenizer) > old:
         model.set_input_embeddings(TokenRows(tables[0], old))
     return ids

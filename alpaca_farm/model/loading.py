@@ -370,6 +370,7 @@ def load_model(
         saved = read_json(f'{folder}/config.json')
         if 'num_hidden_layers' in saved:   # it may have fewer than its base
             options['num_hidden_layers'] = saved['num_hidden_layers']
+        if saved.get('layer_types'): options['layer_types'] = saved['layer_types']
         named = base_of(folder)
         folder = _model_folder(named)
     if not adapters: return _load_whole(kind, spec, folder, fresh, dtype=dtype, **options)

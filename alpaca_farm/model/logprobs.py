@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['load_policy', 'load_reference', 'load_scalar', 'zero_head', 'scalar_on', 'before', 'hidden_states', 'answer_states',
-           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'next_log_odds', 'sequence_scores',
-           'values', 'unique_weights', 'save_model']
+           'logits_of', 'never_written', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'next_log_odds',
+           'sequence_scores', 'values', 'unique_weights', 'save_model']
 
 # %% ../../nbs/model/logprobs.ipynb #9473f1c0
 import os
@@ -153,7 +153,10 @@ def load_scalar(
         fresh = ('score.weight',)
         arguments = getattr(cfg, 'template_arguments', {})
         layers = getattr(cfg, 'layers', 0)
-        if layers: options['num_hidden_layers'] = layers   # the further layers are not read
+        if layers:   # the further ones are not read
+            options['num_hidden_layers'] = layers
+            kinds = getattr(model_config(spec), 'layer_types', None)
+            if kinds: options['layer_types'] = kinds[:layers]
     model = load_model(AutoModelForSequenceClassification, spec, num_labels=1, fresh=fresh,
                        **options)
     if train and not hasattr(model, 'score'):
@@ -278,7 +281,7 @@ def logits_of(policy: Policy, states: torch.Tensor) -> torch.Tensor:
     return head_logits(states, **_head_parts(policy))
 
 # %% ../../nbs/model/logprobs.ipynb #89ee98c7
-def _never_written(policy, size) -> torch.Tensor | None:
+def never_written(policy, size) -> torch.Tensor | None:
     "The tokens below `size` that a policy never samples, if any."
     config = getattr(policy.model, 'generation_config', None)
     suppressed = getattr(config, 'suppress_tokens', None)
@@ -305,7 +308,7 @@ def logprobs(
     chosen = batch['response'][:, 1:].bool()
     tokens = batch['ids'][:, 1:][chosen]
     head = _head_parts(policy)
-    never = _never_written(policy, len(head['weight']))
+    never = never_written(policy, len(head['weight']))
     logp = selected_logprobs(states[:, :-1][chosen], tokens=tokens, temperature=temperature,
                              never=never, **head)
     out = torch.zeros(batch['ids'].shape, device=logp.device)

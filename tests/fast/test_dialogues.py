@@ -24,8 +24,10 @@ from alpaca_farm.data.formats import as_records
 from alpaca_farm.data.records import load_records
 from alpaca_farm.data.text import encode, encode_prompts
 from alpaca_farm.judging.judges import check_annotators, load_evaluators
+from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, read_summary
+from alpaca_farm.run.settings import Config
 from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA',
@@ -349,3 +351,16 @@ def test_a_chat_in_a_terminal(base):
     _, first, long, again, _ = p.stdout.split('> ')
     assert first == again != '\n'
     assert 'max_prompt' in long
+
+
+def test_a_talk_that_fills_the_models_positions_goes_on(base, tmp_path):
+    "Older turns are left out, though max_prompt would hold them."
+    policy = load_policy(str(base/'sft'), Config(device='cpu'))
+    policy.model.config.max_position_embeddings = 48
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    talk = chat.Chat(chat.ChatConfig(policy=str(tmp_path), device='cpu', memory=10, max_prompt=2048,
+                                     max_new_tokens=8))
+    for _ in range(6):
+        talk('I am late. Where does a frog live? Thanks!')
+    assert len(talk.messages) == 12

@@ -14,6 +14,7 @@ from alpaca_farm.model.control import add_tokens, prepend_tokens
 from alpaca_farm.model.generation import generate
 from alpaca_farm.model.loading import load_tokenizer
 from alpaca_farm.model.logprobs import load_policy, logprobs
+from alpaca_farm.model.policy import Policy
 from alpaca_farm.quark import _add_reward_tokens, quantiles, QuarkConfig
 from alpaca_farm.quark import response_terms, token_terms
 from alpaca_farm.run.files import read_json
@@ -149,3 +150,26 @@ def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch
         want = -(logprobs(policy, b, .7).sum()/b['response'].sum()).item()
     assert len(best) == 4 and first['nll'] == pytest.approx(want, rel=1e-5) == first['loss']
     assert abs(first['token_kl']) < 1e-6
+
+
+def test_terms_leave_out_tokens_that_the_policy_never_writes():
+    "As sampling does, where a policy has control tokens already."
+    policy = Policy(tiny.family('llama', vocab_size=260), tiny.letters())
+    add_tokens(policy, ['<good>', '<bad>'], 0, 3.)
+    samples = [group[0] for group in generate(policy, [[1, 5, 6]]*4, max_new_tokens=6)]
+    batch = collate([[1, 5, 6]]*4, [s.tokens for s in samples], 0)
+    size = len(policy.model.get_output_embeddings().weight)
+    with torch.no_grad():
+        found = response_terms(policy, policy, batch, size)
+    drawn = torch.tensor([sum(s.logprobs) for s in samples])
+    torch.testing.assert_close(found['logp'].sum(1), drawn, atol=1e-3, rtol=0)
+    assert abs(found['kl']).max() < 1e-5
+    assert found['entropy'].isfinite().all()
+
+
+def test_rows_that_pad_a_table_are_never_written():
+    "A reward token's id is the length of the tokenizer, and rows of the table go on behind it."
+    policy = Policy(tiny.family('llama', vocab_size=320), tiny.letters())
+    ids = add_tokens(policy, ['<reward_0>', '<reward_1>'], 0, 3.)
+    group, = generate(policy, [[1, 5, 6]], n=8, max_new_tokens=6)
+    assert all(token < ids[0] for sample in group for token in sample.tokens)

@@ -21,6 +21,7 @@ from alpaca_farm.ppo import PPOConfig, value_model
 from alpaca_farm.reward_model import pairwise_loss, RewardModelConfig
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, Run
+from alpaca_farm.run.settings import Config
 from tiny import sigmoid
 
 torch.set_num_threads(1)
@@ -237,3 +238,15 @@ def test_a_card_says_what_plain_transformers_leaves_out(base, tmp_path):
     card = (run.folder/'model'/'README.md').read_text()
     assert 'leaves out likelihood 0.2' in card
     assert f'preferences `{run.cfg.preferences}`. No person has judged' in card
+
+
+@pytest.mark.parametrize('name', ['qwen3', 'gemma3_text', 'lfm2'])
+def test_fewer_layers_of_a_family_that_lists_the_kinds_of_its_layers(tmp_path, name):
+    more = dict(vocab_size=260, tie_word_embeddings=True)
+    policy = Policy(tiny.family(name, **more), tiny.letters())
+    policy.model.save_pretrained(tmp_path)
+    policy.tokenizer.save_pretrained(tmp_path)
+    cfg = rm.RewardModelConfig(policy=str(tmp_path), layers=1, device='cpu')
+    model = load_scalar(str(tmp_path), cfg, 'zero', train=True)
+    for part in model.model, model.tokenizer: part.save_pretrained(tmp_path/'scalar')
+    assert load_scalar(str(tmp_path/'scalar'), Config(device='cpu')).config.num_hidden_layers == 1

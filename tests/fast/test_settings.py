@@ -140,6 +140,7 @@ for name in ('of_one_pair', 'infinite', 'constant', 'written', 'TrainConfig'):
     REFUSED['dpo'].append((dict(loss_function=f'{__name__}:{name}'), f'{__name__}:{name}'))
 for name in ('by_spread', 'of_the_best'):
     REFUSED['ppo'].append((dict(advantage_function=f'{__name__}:{name}'), f'{__name__}:{name}'))
+REFUSED['ppo'].append((dict(advantage='grpo', advantage_function=f'{__name__}:by_spread'), 'no effect'))
 for name in ('of_one_pair', 'infinite', 'by_spread', 'nothing'):
     REFUSED['bench'].append((dict(method=f'{__name__}:{name}'), f'{__name__}:{name}'))
 ROWS = [(notebook, *row) for notebook, rows in REFUSED.items() for row in rows]
