@@ -90,10 +90,9 @@ def common_mistake(
 
 # %% ../../../nbs/worlds/embedded/truth.ipynb #4d145302
 CONTESTABLE = (*FACTS, 'owner', 'place')   # kinds of questions with a single right answer
-# the share of ordinary authors' answers that are wrong about a contested fact: symmetric about a
-# half, so that neither what most of them say nor what few say is right more often
+# the share of ordinary authors' answers that are wrong about a contested fact
 _LEAST = .2
-_MOST = .8
+_MOST = 1.
 
 
 def _sample_spread(right: dict, contested: float, rng: random.Random) -> dict:
