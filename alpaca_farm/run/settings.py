@@ -236,8 +236,8 @@ def _check_device(name: str):
                          'NVIDIA GPU, mps for an Apple GPU, cpu, or auto') from None
     if kind == 'cuda' and not torch.cuda.is_available():
         raise ValueError(f'device = {name}: torch finds no NVIDIA GPU; take cpu')
-    index = torch.device(name).index or 0
-    if kind == 'cuda' and index >= torch.cuda.device_count():
+    index = torch.device(name).index
+    if kind == 'cuda' and index is not None and index >= torch.cuda.device_count():
         raise ValueError(f'device = {name}: torch finds {torch.cuda.device_count()} GPUs, '
                          'counted from 0')
     if kind == 'mps' and not torch.backends.mps.is_available():
