@@ -181,8 +181,9 @@ def _left_out(cfg: FarmConfig, world: World, sizes: dict) -> set[str]:
         if world.policy: reads.discard('sft')
         others = cfg.methods and row['method'] and row['method'] not in cfg.methods
         unlabelled = row['labels'] == 'crowd' and not _has_crowd(cfg, world)
-        kinds = {name, row['notebook']} if row['notebook'] not in RUNS else {name}
-        null = any(sizes.get(kind, {}) is None for kind in kinds)
+        names = [name]
+        if row['notebook'] not in RUNS: names.append(row['notebook'])   # no run's own name
+        null = any(sizes.get(own, {}) is None for own in names)
         if others or unlabelled or null or reads & left: left.add(name)
     return left
 
@@ -280,8 +281,10 @@ def _make_runs(cfg: FarmConfig) -> tuple[tuple[str, ...], list[str]]:
     jobs = []
     for k in range(cfg.seeds): jobs += farm_jobs(cfg, k)
     failed = run_jobs(jobs, workers=cfg.workers, name='farm', place=cfg.place)
-    def has_failed(job): return any(re.match(rf'{re.escape(job.out)}(:|\.ipynb| \()', why) for why in failed)
-    made = [job.out for job in jobs if read_summary(job.out) and not has_failed(job)]
+    made = []
+    for job in jobs:   # an earlier farm may have left the folder of a run that failed now
+        about = re.compile(rf'{re.escape(job.out)}(:|\.ipynb| \()')
+        if read_summary(job.out) and not any(map(about.match, failed)): made.append(job.out)
     return tuple(made), failed
 
 
