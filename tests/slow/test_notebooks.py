@@ -70,7 +70,7 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects=dict(methods=['best_of_n', 'dp
                            holes=['topic']),
                which_figure=dict(instances=4, labels=[20], flips=[0.], biases=[.5]),
                alarms=dict(steps=2, saved=1, instances=4, cells=['pool_all_middle_0.05']),
-               literature=dict(worlds=1, steps=2))
+               literature=dict(worlds=1, steps=2), likelihood=dict(likelihoods=[0.]))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
 STUDIES['regret'] = dict(labels=[21, 42, 63], draws=10)
 STUDIES['decoding'] = dict(instances=8, temperatures=[1., 0.])
