@@ -341,6 +341,11 @@ def _convert(self: Config):
     for name in ('out', 'world', 'runs', *self.inputs):   # tab completion adds a slash
         value = getattr(self, name, None)
         if isinstance(value, str): setattr(self, name, value.rstrip('/') or value)
+    for name in ('out', 'runs'):
+        value = getattr(self, name, '')
+        if ':' not in value: continue
+        raise ValueError(f'{name} = {value!r}: no run could read from it, since a colon stands in '
+                         'module:function. Name another folder')
 
 # %% ../../nbs/run/settings.ipynb #ed6356bc
 @patch

@@ -76,7 +76,7 @@ def of_the_best(group): return group.max(1).values
 BAD_ALONE = dict(   # by notebook: values that are bad whatever the other settings
     dpo=dict(beta=0., temperature=0., label_smoothing=.6, save_every=-1, preferences='',
              seed=10**30, device='gpu'),
-    reward_model=dict(flip_rate=.5, margin=-1., held_out=0, likelihood=-1.),
+    reward_model=dict(flip_rate=.5, margin=-1., held_out=0, likelihood=-1., out='runs/a:b'),
     quark=dict(num_quantiles=1, temperature=0., kl_coef=math.nan),
     ppo=dict(group_size=1, reward_model=[], ensemble='median', annotators='open_pol'),
     rrhf=dict(k=1, decoding='diverse', rrhf_weight=-1, candidates='no/such/file.json'),
@@ -84,7 +84,8 @@ BAD_ALONE = dict(   # by notebook: values that are bad whatever the other settin
     binary_feedback=dict(method='thumbs', held_out=0),
     annotators=dict(base_url='http://localhost:port/v1'),
     eval=dict(base_url='localhost:8000/v1'),
-    farm=dict(size='huge', seeds=0, crowd='alpaca_farm.world:nobody', board_judge='no/such.json'),
+    farm=dict(size='huge', seeds=0, crowd='alpaca_farm.world:nobody', board_judge='no/such.json',
+              runs='my:runs'),
     bench=dict(worlds=1))
 ALONE = [(notebook, *row) for notebook, rows in BAD_ALONE.items() for row in rows.items()]
 
