@@ -22,11 +22,11 @@ from .model.logprobs import load_policy
 from .model.policy import Policy
 from .model.rewards import label_count, reward, RewardConfig
 from .model.writer import ServedWriter
-from .run.paths import at_root
 from .run.runs import makes_run, Run, run_config
 from .run.settings import Count, MODEL, Named, Positive, Reads, SIZES
-from .train.answers import answer_figures, fitting_prompts, kl_figures, prompt_fields
-from .train.answers import same_tokens, sample_answers, SampleConfig
+from .train.answers import answer_figures, check_sampled, fitting_prompts
+from .train.answers import kl_figures, prompt_fields, same_tokens, sample_answers
+from .train.answers import SampleConfig
 from .train.preflight import preflight, settle
 from .train.trainer import in_chunks
 
@@ -46,8 +46,8 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
       columns : names of your columns, where they are not ours (see data.md) (default: )
       split : split whose requests are answered (default: eval)
       n : samples for each request (default: 16)
-      samples : run of best_of_n, with the same policy, whose samples are used; empty: none
-        (default: )
+      samples : run of best_of_n, with the same model, whose samples are used; empty: none (default:
+        )
       skip : leave out the first n requests (default: 0)
       max_instances : use only the first n of the rest; 0: all (default: 0)
       chunk : requests between checkpoints (default: 128)
@@ -73,7 +73,7 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     columns: str = ''  # names of your columns, where they are not ours (see data.md)
     split: str = 'eval'          # split whose requests are answered
     n: Positive = 16             # samples for each request
-    # run of best_of_n, with the same policy, whose samples are used; empty: none
+    # run of best_of_n, with the same model, whose samples are used; empty: none
     samples: Annotated[str, Reads(('candidates',))] = ''
     skip: Count = 0              # leave out the first n requests
     max_instances: Count = 0     # use only the first n of the rest; 0: all
@@ -85,8 +85,6 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
         super().__post_init__()
         if bool(self.policy) == bool(self.served):
             raise ValueError('name one model: in policy, or in served, with policy empty')
-        if self.served and self.samples:
-            raise ValueError('served: leave samples empty')
         if self.reference and (self.served or self.samples or self.reward_model):
             raise ValueError(f'reference = {self.reference}: the KL is of samples that policy '
                              'draws here, without a choice: leave served, samples and '
@@ -140,14 +138,10 @@ def _between(records: list[dict], cfg: BestOfNConfig) -> list[dict]:
 def _stored_samples(run) -> list[dict]:
     "Read the first n samples of each request of another run; ValueError if sampled otherwise."
     cfg = run.cfg
-    theirs = run_config(cfg.samples).get('settings', {})   # empty where they are not of a run
+    config = run_config(cfg.samples)   # empty where they are not of a run
+    theirs = config.get('settings', {})
     run.adjust({k: theirs[k] for k in cfg.left_open if k in theirs})
-    for name in ('policy', 'data', 'split', 'temperature', 'top_p', 'max_new_tokens', 'template',
-                 'template_arguments'):
-        ours = getattr(cfg, name)
-        if name not in theirs or at_root(str(theirs[name])) == at_root(str(ours)): continue
-        raise ValueError(f'{cfg.samples} was sampled with {name} = {theirs[name]}; here {name} = '
-                         f'{ours}. Give the same, or leave samples empty')
+    check_sampled(cfg.samples, config, cfg, ('served', 'system', 'policy', 'data', 'split'))
     stored = load_records(cfg.samples, 'candidates', 'candidates')
     if 'data' in theirs:   # those of the requests that this run would sample
         known = {prompt_key(c): c for c in stored}
@@ -228,7 +222,8 @@ def run(cfg: BestOfNConfig, run: Run):
     fit = asked
     reference = None
     chunk = cfg.chunk
-    if cfg.served:
+    asks = cfg.served and not cfg.samples
+    if asks:
         writer = ServedWriter(cfg.served, cfg)
         chunk = len(asked)   # answers are stored one by one, and the forecast is of all
     elif not cfg.samples:
@@ -239,7 +234,7 @@ def run(cfg: BestOfNConfig, run: Run):
         if cfg.reference: reference = _comparable(policy, run)
 
     def make(some):
-        if cfg.served: some = _served_answers(writer, some, cfg)
+        if asks: some = _served_answers(writer, some, cfg)
         elif not cfg.samples: some = sample_answers(policy, some, cfg, reference, n=cfg.n)
         return score_candidates(some, rewards) if rewards else some
 
@@ -250,7 +245,7 @@ def run(cfg: BestOfNConfig, run: Run):
     run.write('candidates.json', candidates)
     run.write('outputs.json', outputs)
     figures = answer_figures(outputs) | _reward_figures(candidates, cfg.n)
-    if cfg.served:
+    if asks:
         figures |= dict(unanswered=len(asked) - len(outputs), **usage_totals([writer.client]))
     return dict(instructions=len(outputs), too_long=len(asked) - len(fit),
                 labels=label_count(cfg.reward_model), **figures)

@@ -35,7 +35,7 @@ from .run.paths import at_root
 from .run.progress import Progress
 from .run.runs import makes_run, methods, Run, run_config, run_of, write_csv
 from .run.settings import as_list, MODEL, Positive, Reads, SIZES
-from .train.answers import log_ratios, sample, SampleConfig
+from .train.answers import check_sampled, log_ratios, sample, SampleConfig
 from .worlds.folder import read_world, World
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
@@ -356,13 +356,11 @@ def foretell(
     return rows
 
 # %% ../nbs/overoptimization.ipynb #64337616
-def _check_temperature(cfg: OverConfig):
-    "ValueError where the bank or the references were sampled at another temperature."
-    for name, source in dict(bank=cfg.bank, references=cfg.references).items():
+def _check_samples(cfg: OverConfig):
+    "ValueError where the bank or the references were sampled in another way than policies are."
+    for source in (cfg.bank, cfg.references):
         made = run_of(source)   # None: a file
-        sampled = made and run_config(made)['settings'].get('temperature')
-        if sampled not in (None, cfg.temperature):
-            raise ValueError(f'temperature = {cfg.temperature}: {name} was sampled at {sampled}')
+        if made: check_sampled(source, run_config(made), cfg)
 
 # %% ../nbs/overoptimization.ipynb #85b47e71
 class Measures(NamedTuple):
@@ -442,7 +440,7 @@ _FORETOLD = 'labels method at reward effective mark foretold error error_low err
 def run(cfg: OverConfig, run: Run):
     "Measure the curves and forecasts; writes curves.csv, utilities.json and forecasts.csv."
     import pandas as pd
-    _check_temperature(cfg)
+    _check_samples(cfg)
     world = read_world(cfg.world)
     if not world.utility:
         raise ValueError(f'{cfg.world} has no utility: over-optimisation is measured by one')

@@ -323,10 +323,11 @@ def check_record(
     if prompt_messages(row) is None: _check_field(row, 'instruction', str)
     else: check_messages(row)
     for name, type_ in dict(input=str, **FIELDS[kind]).items(): _check_field(row, name, type_)
-    if kind == 'candidates' and row.get('scores') is not None:
-        if not isinstance(row['scores'], list) or len(row['scores']) != len(row['output']):
-            raise ValueError("'scores' has not one value for each answer")
-        row['scores'] = list(map(_read_score, row['scores']))
+    for name in (*LISTS, 'logprob') if kind == 'candidates' else ():
+        values = row.get(name)
+        if values is None or isinstance(values, list) and len(values) == len(row['output']): continue
+        raise ValueError(f'{name!r} is {values!r:.60}, not a list with one value for each answer')
+    if kind == 'candidates' and row.get('scores'): row['scores'] = [*map(_read_score, row['scores'])]
     return row if row.keys().isdisjoint(SYSTEM) else with_system(row)
 
 # %% ../../nbs/data/records.ipynb #7c2e5b90
@@ -489,11 +490,7 @@ def _answers_of(row):
         answers[1] |= dict(source='rejected', scores=1 - high)
         return answers
     if isinstance(row['output'], str): return [row]
-    n = len(row['output'])
     lists = {name: row[name] for name in LISTS if row.get(name) is not None}
-    for name, values in lists.items():
-        if not isinstance(values, list) or len(values) != n:
-            raise ValueError(f'{name!r} has not one value for each of {n} answers')
     return [dict(zip(lists, values)) for values in zip(*lists.values())]
 
 

@@ -341,6 +341,11 @@ def _convert(self: Config):
     for name in ('out', 'world', 'runs', *self.inputs):   # tab completion adds a slash
         value = getattr(self, name, None)
         if isinstance(value, str): setattr(self, name, value.rstrip('/') or value)
+    for name in ('out', 'runs'):
+        value = getattr(self, name, '')
+        if ':' not in value: continue
+        raise ValueError(f'{name} = {value!r}: no run could read from it, since a colon stands in '
+                         'module:function. Name another folder')
 
 # %% ../../nbs/run/settings.ipynb #ed6356bc
 @patch
@@ -377,6 +382,24 @@ def changed(self: Config) -> dict:
         value = getattr(self, f.name)
         if value != default: found[f.name] = value
     return found
+
+
+@patch
+def refuse_unread(
+    self: Config,
+    *rows: tuple,   # whether nothing reads some settings, with what, and their names
+):
+    """ValueError for a setting that is not at its default, though nothing reads it.
+
+    Parameters:
+      rows : whether nothing reads some settings, with what, and their names
+    """
+    changed = self.changed()
+    for unread, given, names in rows:
+        for name in names.split() if unread else ():
+            if name not in changed: continue
+            raise ValueError(f'{name} = {changed[name]} has no effect with {given}: leave it at '
+                             'its default')
 
 # %% ../../nbs/run/settings.ipynb #dd386877
 @patch

@@ -7,6 +7,7 @@ __all__ = ['hold_out', 'answer_labels', 'read_labels', 'reference_logprobs', 'mi
 
 # %% ../../nbs/train/labelled.ipynb #b78d0b3e
 import random
+from itertools import chain
 
 import torch
 from fastcore.basics import patch
@@ -102,13 +103,22 @@ def reference_logprobs(
     return logps.view(len(answers), len(prompts)).T.contiguous()
 
 # %% ../../nbs/train/labelled.ipynb #84909fc2
-def mismatched_rows(rows: list[int], prompts: list[list[int]]) -> list[int]:
-    "Find for each row of a batch the next row with another prompt; itself if there is none."
+def mismatched_rows(
+    rows: list[int],           # of a batch
+    prompts: list[list[int]],  # token ids of all rows
+    more=(),                   # rows that are looked at if no other of the batch will do
+) -> list[int]:
+    """Find for each row of a batch the next row with another prompt; itself if there is none.
+
+    Parameters:
+      rows : of a batch
+      prompts : token ids of all rows
+      more : rows that are looked at if no other of the batch will do
+    """
     found = []
     for k, i in enumerate(rows):
-        later = rows[k + 1:] + rows[:k]
-        others = [j for j in later if prompts[j] != prompts[i]]
-        found.append(others[0] if others else i)
+        later = chain(rows[k + 1:], rows[:k], more)
+        found.append(next((j for j in later if prompts[j] != prompts[i]), i))
     return found
 
 # %% ../../nbs/train/labelled.ipynb #57245013
@@ -173,8 +183,9 @@ def _mix_answers(self: LabelledAnswers):
     "Put an answer to another prompt behind the prompt of each record, step by step."
     self.mixed_prompts = []
     self.mixed_answers = [[] for _ in self.answers]
+    everything = [*chain(*self.order)]   # a last batch may have a single record
     for rows in self.order:
-        for i, other in zip(rows, mismatched_rows(rows, self.prompts)):
+        for i, other in zip(rows, mismatched_rows(rows, self.prompts, everything)):
             room = self.cfg.max_length - len(self.prompts[i])
             self.mixed_prompts.append(self.prompts[i])
             for mixed, answers in zip(self.mixed_answers, self.answers):

@@ -401,8 +401,9 @@ def test_scores_of_candidates_may_be_written_as_texts(tmp_path):
     for read in _read_candidates, load_candidates:
         with pytest.raises(ValueError, match="bad.json, row 0.*'high'"):
             read(write(tmp_path/'bad.json', [row | dict(scores=[1, 'high'])]))
-        with pytest.raises(ValueError, match="few.json, row 0.*one value for each"):
-            read(write(tmp_path/'few.json', [row | dict(scores=3)]))
+        for name, value in dict(scores=3, source='ab', ended=True, logprob='12').items():
+            with pytest.raises(ValueError, match=f"few.json, row 0.*{name}.*one value for each"):
+                read(write(tmp_path/'few.json', [row | {name: value}]))
 
 
 @pytest.mark.parametrize('read', [load_records, _read_candidates, read_recorded, votes,

@@ -182,6 +182,16 @@ def test_mismatched_answers_are_cut_to_length(base, tmp_path):
     assert batch['ids'].shape[-1] == longest == data.mismatched_batch(1)['ids'].shape[-1]
 
 
+def test_a_last_batch_with_one_record_takes_its_mismatched_answer_from_another(base, tmp_path):
+    rows = [dict(instruction=f'Go {i}', output=f'a{i}', label=i % 2) for i in range(5)]
+    cfg = config(base, tmp_path/'a', preferences=tiny.write(tmp_path/'rows.json', rows),
+                 batch_size=2, loss_type='kto')
+    _, data, _ = first_batch(cfg)
+    own = dict(zip(map(tuple, data.answers[0]), data.prompts))
+    for prompt, answer in zip(data.mixed_prompts, data.mixed_answers[0]):
+        assert own[tuple(answer)] != prompt
+
+
 @pytest.mark.slow
 @each_loss
 def test_learns_its_labels(base, preferences, tmp_path, name):

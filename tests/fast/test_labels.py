@@ -45,6 +45,17 @@ def test_a_column_judge_names_judges(tmp_path):
     assert {judge for _, judge in found} == {'gpt', 'claude'}
 
 
+def test_brackets_in_a_name_are_no_pattern(tmp_path, monkeypatch):
+    "Of a file, of the folder of all paths, and of a judge."
+    folder = tmp_path/'my[1]'
+    folder.mkdir()
+    for name in 'ab':
+        tiny.write(folder/f'{name}[2].json', [dict(PAIR, preference=1, judge=f'{name}[3]')])
+    monkeypatch.chdir(folder)
+    assert [len(load_sets([spec]).popitem()[1]) for spec in ('a[2].json', '*.json')] == [1, 1]
+    assert [*recorded_verdicts('a[2].json', 'a[3]', SETS)] == [('s', 'a[3]')]
+
+
 def test_no_judge_is_called_people(tmp_path):
     "The board's row of those who voted has this name."
     file = tiny.write(tmp_path/'people.json', [dict(PAIR, preference=2)])

@@ -76,7 +76,7 @@ def of_the_best(group): return group.max(1).values
 BAD_ALONE = dict(   # by notebook: values that are bad whatever the other settings
     dpo=dict(beta=0., temperature=0., label_smoothing=.6, save_every=-1, preferences='',
              seed=10**30, device='gpu'),
-    reward_model=dict(flip_rate=.5, margin=-1., held_out=0, likelihood=-1.),
+    reward_model=dict(flip_rate=.5, margin=-1., held_out=0, likelihood=-1., out='runs/a:b'),
     quark=dict(num_quantiles=1, temperature=0., kl_coef=math.nan),
     ppo=dict(group_size=1, reward_model=[], ensemble='median', annotators='open_pol'),
     rrhf=dict(k=1, decoding='diverse', rrhf_weight=-1, candidates='no/such/file.json'),
@@ -84,7 +84,8 @@ BAD_ALONE = dict(   # by notebook: values that are bad whatever the other settin
     binary_feedback=dict(method='thumbs', held_out=0),
     annotators=dict(base_url='http://localhost:port/v1'),
     eval=dict(base_url='localhost:8000/v1'),
-    farm=dict(size='huge', seeds=0, crowd='alpaca_farm.world:nobody', board_judge='no/such.json'),
+    farm=dict(size='huge', seeds=0, crowd='alpaca_farm.world:nobody', board_judge='no/such.json',
+              runs='my:runs'),
     bench=dict(worlds=1))
 ALONE = [(notebook, *row) for notebook, rows in BAD_ALONE.items() for row in rows.items()]
 
@@ -111,8 +112,21 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
     quark=[(dict(num_quantiles=9, rollouts=8), 'cannot be cut')],
     ppo=[
         (dict(advantage='rloo', group_size=5), 'multiple'),
-        (dict(annotators=JUDGE, val_split=''), 'val_split')],
+        (dict(annotators=JUDGE, val_split=''), 'val_split'),
+        (dict(advantage='rloo', vf_coef=.5), 'vf_coef'),
+        (dict(advantage='rloo', lam=.9), 'lam'),
+        (dict(advantage='reinforce++', value_clip=.3), 'value_clip'),
+        (dict(group_size=8), 'group_size'),
+        (dict(kl_coef=0, kl_kind='k3'), 'kl_kind'),
+        (dict(k_beta=.5), 'k_beta'),
+        (dict(missing_eos='', missing_eos_value=2.), 'missing_eos_value')],
     rrhf=[
+        (dict(split='sft'), 'split'),
+        (dict(candidates='', n=2, sources=['a']), 'sources'),
+        (dict(decoding='beam'), 'decoding'),
+        (dict(n=2, decoding='beam', top_p=.9), 'top_p'),
+        (dict(n=4, groups=2), 'groups'),
+        (dict(n=4, decoding='beam', diversity_penalty=.5), 'diversity_penalty'),
         (dict(k=4, n=7), 'n = 7'),
         (dict(candidates='', n=1), 'needs two'),
         (dict(refresh_every=2), 'Set n'),

@@ -42,14 +42,16 @@ def ran(folder, notebook, **settings):
     return str(folder)
 
 
-def test_a_bank_at_another_temperature_is_refused(base, tmp_path):
+@pytest.mark.parametrize('setting, value', [
+    ('temperature', .5), ('top_p', .5), ('max_new_tokens', 9), ('template', 'raw')])
+def test_a_bank_that_was_sampled_in_another_way_is_refused(base, tmp_path, setting, value):
     for name in ('bank', 'references'):
-        ran(tmp_path/name, 'best_of_n', temperature=.5)
+        ran(tmp_path/name, 'best_of_n', **{setting: value})
     cfg = OverConfig(out=str(tmp_path/'out'), policy=str(base/'sft'), bank=str(tmp_path/'bank'),
                      world=str(base/'world'),
                      references=str(tmp_path/'references'), proxies=[str(base/'reward_model')],
                      policies=[str(base/'sft')])
-    with pytest.raises(ValueError, match='temperature = 1.0'):
+    with pytest.raises(ValueError, match=f'with {setting} = {value}; here {setting} = '):
         overoptimization.run(cfg)
 
 

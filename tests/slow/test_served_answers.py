@@ -110,4 +110,20 @@ def test_the_best_of_what_was_served(tmp_path):
         assert best == max(row['output'])
 
 
+def test_what_was_served_is_chosen_from_again_and_asked_once(tmp_path):
+    "It has no log-probs, and so no KL but the bound."
+    with server_of() as server:
+        run(cfg := replace(config(tmp_path, server, n=4), n=4))
+        asked = server.counts()['ok']
+        again = replace(cfg, out=str(tmp_path/'again'), samples=cfg.out, n=3,
+                        reward_model=f'{__name__}:last')
+        with pytest.raises(ValueError, match='served = judge; here served = other'):
+            run(replace(again, served='other'))
+        run(again)
+        assert server.counts()['ok'] == asked
+    for best, row in zip(answers(again), load_records(cfg.out, 'candidates', 'candidates')):
+        assert best == max(row['output'][:3])
+    assert 'kl_bound' in summary(again) and 'kl' not in summary(again)
+
+
 def last(records): return [float(int(r['output'][5:13], 16)) for r in records]
