@@ -614,7 +614,7 @@ def ask_annotators(
     seed: int = 0,              # seed of the order in which a pair is shown, and of samples
     both_orders: bool = False,  # ask in both orders and average; else ask in a random order
 ) -> list[list[Verdict]]:       # on the pairs as they are
-    """Ask each judge about its pairs; judges behind an endpoint are asked together.
+    """Ask each judge about its pairs; judges with the same client are asked together.
 
     Parameters:
       annotators : the judges
@@ -631,12 +631,15 @@ def ask_annotators(
             shown = [swap_outputs(p) if x else p for p, x in zip(own, exchanged)]
             work.append((who, shown, exchanged))
 
-    remote = [(who, shown) for who, shown, _ in work if isinstance(who, ApiJudge) and shown]
-    answers = iter(_ask_judges(remote, seed) if remote else [])
+    remote = {}   # judges and their pairs as shown, by client
+    for who, shown, _ in work:
+        if isinstance(who, ApiJudge) and shown:
+            remote.setdefault(id(who.client), []).append((who, shown))
+    answers = {client: iter(_ask_judges(own, seed)) for client, own in remote.items()}
     verdicts = []
     for who, shown, exchanged in work:
         if not shown: given = []
-        elif isinstance(who, ApiJudge): given = next(answers)
+        elif isinstance(who, ApiJudge): given = next(answers[id(who.client)])
         else: given = [Verdict(float(p)) for p in annotator_preferences(shown, who)]
         verdicts.append([v.exchanged() if x else v for v, x in zip(given, exchanged)])
     if not both_orders: return verdicts

@@ -7,13 +7,14 @@ import pytest
 
 import tiny
 from alpaca_farm import annotators, eval as ev
+from alpaca_farm.ask.client import ApiConfig
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
 from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.judging.parsers import PARSERS
-from alpaca_farm.judging.pools import annotator_order, mean_preferences, Pool
+from alpaca_farm.judging.pools import annotator_order, draw_annotator, mean_preferences, Pool
 from alpaca_farm.run.runs import read_summary
 from judge_server import judge_server
 
@@ -163,6 +164,18 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, endpoint):
 
 
 LIGHT = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b') for i in range(4000)]
+
+
+def test_each_judge_of_a_pool_is_asked_at_its_own_endpoint(tmp_path):
+    with judge_server() as one, judge_server() as other:
+        members = []
+        for server in (one, other):
+            cfg = ApiConfig(base_url=server.url, store=str(tmp_path/'a.sqlite'))
+            members.append(load_annotators('chatgpt', cfg))
+        pool = Pool('mine', members)
+        annotators.annotate_pairs(LIGHT[:12], pool)
+        drawn = [draw_annotator(pool, pair) for pair in LIGHT[:12]]
+        assert [len(s.requests()) for s in (one, other)] == [drawn.count(0), drawn.count(1)]
 
 
 @pytest.mark.parametrize('scale', [1, 1e-4, 1e-9])
