@@ -12,7 +12,7 @@ from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
 from alpaca_farm.data.records import load_records
-from alpaca_farm.judging.judges import load_annotators
+from alpaca_farm.judging.judges import judge_request, load_annotators, load_evaluators
 from alpaca_farm.judging.parsers import PARSERS
 from alpaca_farm.judging.pools import annotator_order, draw_annotator, mean_preferences, Pool
 from alpaca_farm.run.runs import read_summary
@@ -164,6 +164,21 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, endpoint):
 
 
 LIGHT = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b') for i in range(4000)]
+
+
+def test_a_prompt_may_repeat_the_request(tmp_path):
+    (tmp_path/'prompt.txt').write_text('{instruction} {output_1} or {output_2}? Again: {instruction}')
+    entry = dict(prompt_template='prompt.txt', fn_completion_parser='letter_parser',
+                 completions_kwargs=dict(model_name='judge'))
+    tiny.write(tmp_path/'configs.yaml', dict(mine=entry))
+    judge, = load_evaluators(str(tmp_path))
+    message, = judge_request(judge, LIGHT[:1])['messages']
+    assert message['content'] == 'Say 0. a or b? Again: Say 0.'
+    text = ' '.join(['{output_1} {output_2}']*2)
+    (tmp_path/'prompt.txt').write_text(text + ' {instruction}')
+    tiny.write(tmp_path/'configs.yaml', dict(mine=entry | dict(batch_size=2)))
+    with pytest.raises(ValueError, match='instruction must occur for each of 2 pairs'):
+        load_evaluators(str(tmp_path))
 
 
 def test_each_judge_of_a_pool_is_asked_at_its_own_endpoint(tmp_path):
