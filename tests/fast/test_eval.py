@@ -218,6 +218,14 @@ def test_a_judge_of_weight_0_is_not_asked():
         Pool('none', [first, second], [0, 0])
 
 
+@pytest.mark.parametrize('weights', [[1.], [1, 2, 3], [2, -1], [1, np.nan], [1, np.inf]])
+def test_weights_that_give_no_shares_are_refused(weights):
+    "Negative ones gave preferences beyond 1 to 2; too few left the last judge out."
+    assert Pool('two', [longest, longest], np.array([1., 3.]))(LIGHT[:1]) == [1.5]
+    with pytest.raises(ValueError, match='each of 2 judges'):
+        Pool('two', [longest, longest], weights)
+
+
 @pytest.mark.parametrize('heading, read', [
     ('Less helpful:', False), ('**Worse**\n', False), ('Worse.', False), ('# Rejected answer', False),
     ('Which is not as good?', False), ('Better:', True), ('Here is my verdict:', True),
