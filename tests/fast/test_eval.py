@@ -226,6 +226,13 @@ def test_weights_that_give_no_shares_are_refused(weights):
         Pool('two', [longest, longest], weights)
 
 
+def test_pairs_may_come_one_by_one_and_a_seed_from_numpy():
+    "A generator gave no labels, and such a seed an error."
+    labels = annotators.annotate_pairs(iter(LIGHT[:9]), longest, seed=np.int64(1))
+    assert labels == annotators.annotate_pairs(LIGHT[:9], longest, seed=1)
+    assert len(labels) == 9
+
+
 @pytest.mark.parametrize('heading, read', [
     ('Less helpful:', False), ('**Worse**\n', False), ('Worse.', False), ('# Rejected answer', False),
     ('Which is not as good?', False), ('Better:', True), ('Here is my verdict:', True),
