@@ -121,6 +121,7 @@ def annotate_pairs(
     Returns: with `preference` (None: no label), `annotator`, and the cost of a paid label
     """
     members = pool_members(pool)
+    pairs = list(pairs)   # they may come one by one
     by_coin = flip_mask(pairs, 0. if ask_flipped else 2 * flip_rate, seed)
     rows = []
     asked = [[] for _ in members]   # rows, by judge

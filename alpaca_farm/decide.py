@@ -15,7 +15,7 @@ import numpy as np
 from .annotators import annotate_pairs
 from .boards.corrected import judge_agreement
 from .boards.farm_board import farm_board, LABELLED_BY, WORDS
-from .boards.judged import answers_to, read_answers
+from .boards.judged import answers_to, pair_preferences, read_answers
 from .boards.leaderboards import ANSWER_COLUMNS
 from .boards.regret import Beliefs, chances, draw_win_rates, judge_in_duels
 from .boards.regret import weigh_duels
@@ -29,7 +29,6 @@ from .judging.duels import number_answers, pair_rates
 from .judging.judges import JudgedConfig, load_annotators, read_recorded
 from .judging.judges import RecordedLabels, request_settings
 from .judging.label_files import label_file, last_votes
-from .judging.pools import mean_preferences
 from .judging.stats import FEWEST_LABELS, Interval, known_mean, tilted_weights
 from .judging.stats import wilson
 from .model.forecast import LARGE, print_time
@@ -599,7 +598,7 @@ def run(cfg: DecideConfig):
     first, known = _first_pairs(cfg, sft)
     votes = ask(first)
     if np.isnan(votes).any(): return _stop(_open(cfg, made), first, votes)
-    verdicts = mean_preferences(judge, first + known) - 1
+    verdicts = pair_preferences(first + known, judge, cfg.seed) - 1
     known_votes = [r['preference'] - 1 for r in known]
     agreed, said = _judge_check(verdicts, [*votes, *known_votes])
     print(said)

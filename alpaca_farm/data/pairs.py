@@ -72,9 +72,12 @@ def check_preferences(preferences) -> np.ndarray:
                      f'(1.5 is a tie). {len(wrong)} of {len(p)} rows are wrong')
 
 # %% ../../nbs/data/pairs.ipynb #00806590
+_as_text = json.JSONEncoder(default=int).encode   # also numpy's integers
+
+
 def hash_uniform(*parts) -> float:
     "Draw a number in [0, 1) that depends only on `parts`, texts and numbers."
-    digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(_as_text(parts).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, 'big') >> 11)/2**53
 
 

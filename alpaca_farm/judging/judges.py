@@ -12,7 +12,7 @@ __all__ = ['JUDGES', 'Evaluator', 'load_evaluators', 'break_control_tokens', 'fi
 import math, os, re
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import combinations, islice
+from itertools import combinations, cycle, islice
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -88,6 +88,8 @@ def _why_not(e, entry, models):
         return 'it has no question. Name a question of a task, such as harmlessness/harmless'
     if not e.template.count('{output_1}') == e.template.count('{output_2}') == e.batch_size:
         return f'{prompt}: output_1 and output_2 must occur {e.batch_size} times (its batch_size)'
+    if e.template.count('{instruction}') % e.batch_size:
+        return f'{prompt}: instruction must occur for each of {e.batch_size} pairs (its batch_size)'
     return check_parser(e.parser, e.parser_kwargs)
 
 
@@ -141,17 +143,17 @@ _SLOT = re.compile(r'\{(instruction|input|output_1|output_2)\}')
 
 def fill_prompt(
     template: str,
-    pairs: list[dict],   # as many as the template has slots of each name
+    pairs: list[dict],   # as many as the template has slots of each answer
 ) -> list[dict]:         # messages
     """Write a template's messages, with the fields of the pairs in its slots.
 
     Parameters:
-      pairs : as many as the template has slots of each name
+      pairs : as many as the template has slots of each answer
     Returns: messages
     """
     rows = [dict(p, instruction=full_instruction(p), input='') for p in pairs]
     texts = {}   # texts that are still to be filled in, by the name of the slot
-    for name in PAIR_FIELDS: texts[name] = iter([str(row.get(name)) for row in rows])
+    for name in PAIR_FIELDS: texts[name] = cycle([str(row.get(name)) for row in rows])
     def fill(slot):
         text = next(texts[slot[1]])
         return break_control_tokens(text)
@@ -614,7 +616,7 @@ def ask_annotators(
     seed: int = 0,              # seed of the order in which a pair is shown, and of samples
     both_orders: bool = False,  # ask in both orders and average; else ask in a random order
 ) -> list[list[Verdict]]:       # on the pairs as they are
-    """Ask each judge about its pairs; judges behind an endpoint are asked together.
+    """Ask each judge about its pairs; judges with the same client are asked together.
 
     Parameters:
       annotators : the judges
@@ -631,12 +633,15 @@ def ask_annotators(
             shown = [swap_outputs(p) if x else p for p, x in zip(own, exchanged)]
             work.append((who, shown, exchanged))
 
-    remote = [(who, shown) for who, shown, _ in work if isinstance(who, ApiJudge) and shown]
-    answers = iter(_ask_judges(remote, seed) if remote else [])
+    remote = {}   # judges and their pairs as shown, by client
+    for who, shown, _ in work:
+        if isinstance(who, ApiJudge) and shown:
+            remote.setdefault(id(who.client), []).append((who, shown))
+    answers = {client: iter(_ask_judges(own, seed)) for client, own in remote.items()}
     verdicts = []
     for who, shown, exchanged in work:
         if not shown: given = []
-        elif isinstance(who, ApiJudge): given = next(answers)
+        elif isinstance(who, ApiJudge): given = next(answers[id(who.client)])
         else: given = [Verdict(float(p)) for p in annotator_preferences(shown, who)]
         verdicts.append([v.exchanged() if x else v for v, x in zip(given, exchanged)])
     if not both_orders: return verdicts

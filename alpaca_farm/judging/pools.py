@@ -31,10 +31,12 @@ def annotator_name(annotator) -> str:
 
 
 def pool_weights(pool) -> np.ndarray:
-    "Return the share of the pairs that each judge sees; ValueError if all weigh 0."
+    "Return the share of the pairs that each judge sees; ValueError for weights that give none."
     members = pool_members(pool)
     given = getattr(pool, 'weights', None) if hasattr(pool, 'annotators') else None
-    weights = np.array(given or [1.] * len(members), dtype=float)
+    weights = np.ones(len(members)) if given is None else np.array(given, dtype=float)
+    if weights.shape != (len(members),) or not (np.isfinite(weights) & (weights >= 0)).all():
+        raise ValueError(f'weights = {given}: give each of {len(members)} judges one of at least 0')
     if not weights.any(): raise ValueError('weights: at least one judge needs a weight above 0')
     return weights / weights.sum()
 
@@ -80,7 +82,7 @@ class Pool:
     annotators: list
     weights: list | None = None   # how often each judge is drawn, in proportion; None: equally
 
-    def __post_init__(self): pool_weights(self)   # an error if all are 0
+    def __post_init__(self): pool_weights(self)   # an error if they give no shares
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "Average the preferences of all judges with a weight by their weights."

@@ -203,7 +203,8 @@ def p_value(
     from scipy.special import stdtr, stdtrit
     with np.errstate(invalid='ignore', divide='ignore'):
         t = 2*stdtrit(freedom, .975)*value/(high - low)
-    return np.nan_to_num(2*stdtr(freedom, -t), nan=1.)   # nan: equal, or one value
+    varies = high - low > 1e-9*np.abs(value)   # else all values are equal, or there is one
+    return np.where(varies, 2*stdtr(freedom, -t), 1.)
 
 
 # %% ../../nbs/judging/stats.ipynb #57cfda65

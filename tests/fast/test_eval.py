@@ -7,13 +7,14 @@ import pytest
 
 import tiny
 from alpaca_farm import annotators, eval as ev
+from alpaca_farm.ask.client import ApiConfig
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
 from alpaca_farm.data.records import load_records
-from alpaca_farm.judging.judges import load_annotators
+from alpaca_farm.judging.judges import judge_request, load_annotators, load_evaluators
 from alpaca_farm.judging.parsers import PARSERS
-from alpaca_farm.judging.pools import annotator_order, mean_preferences, Pool
+from alpaca_farm.judging.pools import annotator_order, draw_annotator, mean_preferences, Pool
 from alpaca_farm.run.runs import read_summary
 from judge_server import judge_server
 
@@ -165,6 +166,33 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, endpoint):
 LIGHT = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b') for i in range(4000)]
 
 
+def test_a_prompt_may_repeat_the_request(tmp_path):
+    (tmp_path/'prompt.txt').write_text('{instruction} {output_1} or {output_2}? Again: {instruction}')
+    entry = dict(prompt_template='prompt.txt', fn_completion_parser='letter_parser',
+                 completions_kwargs=dict(model_name='judge'))
+    tiny.write(tmp_path/'configs.yaml', dict(mine=entry))
+    judge, = load_evaluators(str(tmp_path))
+    message, = judge_request(judge, LIGHT[:1])['messages']
+    assert message['content'] == 'Say 0. a or b? Again: Say 0.'
+    text = ' '.join(['{output_1} {output_2}']*2)
+    (tmp_path/'prompt.txt').write_text(text + ' {instruction}')
+    tiny.write(tmp_path/'configs.yaml', dict(mine=entry | dict(batch_size=2)))
+    with pytest.raises(ValueError, match='instruction must occur for each of 2 pairs'):
+        load_evaluators(str(tmp_path))
+
+
+def test_each_judge_of_a_pool_is_asked_at_its_own_endpoint(tmp_path):
+    with judge_server() as one, judge_server() as other:
+        members = []
+        for server in (one, other):
+            cfg = ApiConfig(base_url=server.url, store=str(tmp_path/'a.sqlite'))
+            members.append(load_annotators('chatgpt', cfg))
+        pool = Pool('mine', members)
+        annotators.annotate_pairs(LIGHT[:12], pool)
+        drawn = [draw_annotator(pool, pair) for pair in LIGHT[:12]]
+        assert [len(s.requests()) for s in (one, other)] == [drawn.count(0), drawn.count(1)]
+
+
 @pytest.mark.parametrize('scale', [1, 1e-4, 1e-9])
 def test_weights_count_in_proportion_however_small(scale):
     "Of the judge drawn first, and of the second beside a judge of all the weight."
@@ -188,6 +216,21 @@ def test_a_judge_of_weight_0_is_not_asked():
     assert {*judged.votes['mine']} == {1, 2}
     with pytest.raises(ValueError, match='at least one judge needs a weight above 0'):
         Pool('none', [first, second], [0, 0])
+
+
+@pytest.mark.parametrize('weights', [[1.], [1, 2, 3], [2, -1], [1, np.nan], [1, np.inf]])
+def test_weights_that_give_no_shares_are_refused(weights):
+    "Negative ones gave preferences beyond 1 to 2; too few left the last judge out."
+    assert Pool('two', [longest, longest], np.array([1., 3.]))(LIGHT[:1]) == [1.5]
+    with pytest.raises(ValueError, match='each of 2 judges'):
+        Pool('two', [longest, longest], weights)
+
+
+def test_pairs_may_come_one_by_one_and_a_seed_from_numpy():
+    "A generator gave no labels, and such a seed an error."
+    labels = annotators.annotate_pairs(iter(LIGHT[:9]), longest, seed=np.int64(1))
+    assert labels == annotators.annotate_pairs(LIGHT[:9], longest, seed=1)
+    assert len(labels) == 9
 
 
 @pytest.mark.parametrize('heading, read', [

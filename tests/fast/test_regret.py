@@ -1,5 +1,6 @@
 "What decide chooses by, beside draws from the prior."
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,8 @@ from alpaca_farm import decide
 from alpaca_farm.boards import regret
 from alpaca_farm.data.pairs import swap_outputs
 from alpaca_farm.judging.duels import hold_duels, pair_rates
+from alpaca_farm.judging.pools import Pool
+from alpaca_farm.worlds.folder import World
 
 
 def test_judge_and_duels_beside_draws_from_the_prior():
@@ -121,3 +124,28 @@ def test_votes_of_several_people_on_a_pair_check_a_judge_as_one_label(tmp_path):
         rows += [dict(pair, preference=2.)]*2 + [dict(swap_outputs(pair), preference=2.)]
     known = decide._known_labels(tiny.write(tmp_path/'labels.json', rows))
     assert [r['preference'] for r in known] == [pytest.approx(5/3)]*3
+
+
+class Paid:
+    "A judge behind an endpoint, some of whose answers are missing."
+    client = SimpleNamespace(tally=SimpleNamespace(open='the budget of $1.00 is reached'))
+    asked = 0
+
+    def __call__(self, pairs):
+        Paid.asked += len(pairs)
+        return [np.nan]*len(pairs)
+
+
+def test_a_paid_pool_votes_once_on_a_pair_of_the_check_which_waits_for_its_votes(
+        tmp_path, monkeypatch):
+    pairs = [dict(instruction=f'{i}?', input='', output_1='a', output_2='b', preference=1)
+             for i in range(40)]
+    cfg = decide.DecideConfig(labels=tiny.write(tmp_path/'labels.json', pairs))
+    sft = [dict(r, output='a') for r in pairs]
+    stands_in = dict(_print_runs_time=None, _make=(), farm_world=World(''), read_answers=sft,
+                     load_annotators=Pool('paid', [Paid(), Paid(), Paid()]))
+    for name, value in stands_in.items():
+        monkeypatch.setattr(decide, name, lambda *_, value=value, **__: value)
+    with pytest.raises(ValueError, match='run again for the rest'):
+        decide.run(cfg)
+    assert Paid.asked == 40

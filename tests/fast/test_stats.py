@@ -69,3 +69,9 @@ def test_a_missing_verdict_leaves_a_method_in_the_simulation(replicates, rng):
     row = found[(found.better == 'b') & (found.worse == 'a')].iloc[0]
     assert row.difference == pytest.approx(100*np.mean(gaps))
     assert row.low < row.difference < row.high
+
+
+@pytest.mark.parametrize('values', [[.5, .5], [.1]*3, [[1., 1., 1.]]])
+def test_differences_that_do_not_vary_are_not_clear(values):
+    "Neither of two or three worlds nor of three requests: they say nothing of others."
+    assert stats.compare_all(dict(lead=values))['lead'].holm == 1
