@@ -541,8 +541,9 @@ def _one_prompt(row):
     turns = list(map(as_turn, messages))
     while turns and turns[-1]['role'] == 'assistant': turns.pop()   # an answer
     last = turns[-1]['content'] if turns else ''
+    first = [t['content'] for t in turns if t['role'] == 'user'][:1]
     asked = f'{instruction} {row.get("input") or ""}'.split()
-    if asked not in (last.split(), dialogue_text(turns).split()):
+    if asked not in [text.split() for text in (*first, last, dialogue_text(turns))]:
         raise ValueError(f'the `instruction` is {instruction!r:.60}, but what `messages` ask is '
                          f'{last!r:.60}. Keep one of them')
     unused = 'messages' if len(turns) == 1 else 'instruction'

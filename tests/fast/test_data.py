@@ -511,6 +511,18 @@ def test_odd_data_is_read_as_it_is_meant(tmp_path, name):
     assert found | wanted == found
 
 
+ASKED_ALONE = {   # a row of a file of prompts, and fields of what is read
+    'the first turn beside the dialogue': (dict(prompt='Hi.', messages=[*TALK, END]),
+                                           dict(messages=TALK))}
+
+
+@pytest.mark.parametrize('name', ASKED_ALONE)
+def test_prompts_are_read_from_files_that_hold_more(tmp_path, name):
+    row, wanted = ASKED_ALONE[name]
+    found, = load_records(write(tmp_path/'a.json', [row]))
+    assert found | wanted == found
+
+
 def named_answers(one, two, chosen, rejected):
     "Rows whose label is said to be a text, and which name it."
     return Q | {one: 'text', two: 'text'} | dict(chosen=chosen, rejected=rejected)
