@@ -448,6 +448,9 @@ READERS = dict(
 def find_reader(row: dict, kinds) -> Reader | None:
     "Find the reader of a row's format; None if the row has our fields or unknown columns."
     ours = 'instruction' in row and any(FIELDS[k].keys() <= row.keys() for k in kinds)
+    answered = any(fields and fields.keys() <= row.keys() for fields in FIELDS.values())
+    if not ours and row.get('messages') is not None and 'prompt' not in row:   # a dialogue of ours
+        if answered or {*kinds} == {'instruction'}: return READERS['chat']
     if 'pair' in kinds: kinds = {*kinds, 'preference'}
     unwanted = None
     for r in READERS.values():

@@ -584,6 +584,18 @@ def test_a_turn_of_a_tool_is_nothing_odd(tmp_path):
     assert said_of(write(tmp_path/'a.json', [dict(messages=turns)])) == '[]'
 
 
+@pytest.mark.parametrize('more', [
+    dict(output=END['content']), dict(output=['So long.', 'No.']), dict(
+        output_1='a', output_2='b', preference=1., label=True)])
+def test_answers_to_the_prompts_of_a_set_of_pairs_are_no_pairs_of_it(tmp_path, more):
+    "The dialogues of TRL's preferences, which are asked without their answers, and then answered."
+    pair = dict(prompt=TALK, chosen=[BOT], rejected=[OTHER])
+    prompt, = load_records(write(tmp_path/'a.json', [pair]))
+    for fields, kind in ((more, ANY), (more, 'instruction'), ({}, 'instruction')):
+        found, = load_records(write(tmp_path/'b.json', [prompt | fields]), kind=kind)
+        assert found == prompt | fields
+
+
 # what methods make of it
 
 def test_good_and_bad_answers_are_read_from_a_table(tmp_path):
