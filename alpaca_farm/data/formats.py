@@ -455,7 +455,7 @@ def find_reader(row: dict, kinds) -> Reader | None:
     unwanted = None
     for r in READERS.values():
         if ours and not r.ours or not r.fits(row): continue
-        if r.kind in kinds: return r
+        if r.kind in kinds and unwanted is not READERS['arena']: return r   # it may hold lists
         unwanted = unwanted or r
     return unwanted
 

@@ -513,7 +513,8 @@ def test_odd_data_is_read_as_it_is_meant(tmp_path, name):
 
 ASKED_ALONE = {   # a row of a file of prompts, and fields of what is read
     'the first turn beside the dialogue': (dict(prompt='Hi.', messages=[*TALK, END]),
-                                           dict(messages=TALK))}
+                                           dict(messages=TALK)),
+    'lists of an arena': (published.texts('model_a', True), dict(messages=[published.ASK]))}
 
 
 @pytest.mark.parametrize('name', ASKED_ALONE)
