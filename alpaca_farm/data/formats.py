@@ -676,10 +676,11 @@ def parse_columns(columns: str) -> dict[str, str]:
     return names
 
 
-def _rename(row, names):
-    "Rename a row's columns; ValueError if it has neither the file's name nor ours."
+def _rename(row, names, alone):
+    "Rename columns; ValueError if a row has neither name, or, with the prompt `alone`, no prompt."
+    asked = alone and not row.keys().isdisjoint(['instruction', 'messages', *names, *names.values()])
     for theirs, ours in names.items():
-        if theirs not in row and ours not in row:
+        if not asked and theirs not in row and ours not in row:
             raise ValueError(f'columns names {theirs!r}; the row has {", ".join(map(repr, row))}')
         if theirs not in row or ours in names or ours in CODES: continue
         if row.get(ours) not in (None, '', row[theirs]):
@@ -781,7 +782,7 @@ def as_records(
     labels = []
     for i, row in enumerate(rows):
         with naming(f'{where}, row {i}'):
-            named = _rename(row, names) if names else dict(row)
+            named = _rename(row, names, {*kinds} == {'instruction'}) if names else dict(row)
             record = _as_record(named, kinds, coded)
         records.append(record)
         votes = record.get('votes')

@@ -580,6 +580,19 @@ def test_a_column_is_not_named_as_another_that_is_there(tmp_path):
     assert "'question'" in said_of(path, 'instruction=question')
 
 
+def test_a_file_of_prompts_need_not_have_the_columns_that_are_named_for_answers(tmp_path):
+    "One setting names the columns of the preferences and of the prompts that are answered at the end."
+    named = 'prompt=q,chosen=good,rejected=bad'
+    for row in (dict(q='Why?'), dict(ASKS)):
+        path = write(tmp_path/'a.json', [row])
+        found, = load_records(path, columns=named)
+        assert prompt_key(found) == ('Why?', '')
+        with fails('a.json, row 0', "columns names '(q|good)'"):
+            load_records(path, kind='preference', columns=named)
+    with fails('a.json, row 0', "columns names 'q'"):
+        load_records(write(tmp_path/'a.json', [dict(question='Why?')]), columns=named)
+
+
 def test_a_turn_of_a_tool_is_nothing_odd(tmp_path):
     turns = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
     assert said_of(write(tmp_path/'a.json', [dict(messages=turns)])) == '[]'
