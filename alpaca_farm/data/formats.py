@@ -678,7 +678,8 @@ def parse_columns(columns: str) -> dict[str, str]:
 
 def _rename(row, names, alone):
     "Rename columns; ValueError if a row has neither name, or, with the prompt `alone`, no prompt."
-    asked = alone and not row.keys().isdisjoint(['instruction', 'messages', *names, *names.values()])
+    prompts = {'instruction', 'messages', *names, *names.values()}
+    asked = alone and not prompts.isdisjoint(row)
     for theirs, ours in names.items():
         if not asked and theirs not in row and ours not in row:
             raise ValueError(f'columns names {theirs!r}; the row has {", ".join(map(repr, row))}')
@@ -756,7 +757,7 @@ def _as_record(row, kinds, coded):
         if columns and 'output_1' in row: row |= read_coded_label(row, columns)
         elif 'candidates' not in kinds: row = _best_pair(row)
     label = row.get('label')
-    if isinstance(label, str):   # KTO's
+    if isinstance(label, str) and 'output' in row:   # KTO's
         number = finite_number(label)
         row['label'] = TRUTH.get(label.lower(), label if number is None else number)
     return row

@@ -514,6 +514,7 @@ def test_odd_data_is_read_as_it_is_meant(tmp_path, name):
 ASKED_ALONE = {   # a row of a file of prompts, and fields of what is read
     'the first turn beside the dialogue': (dict(prompt='Hi.', messages=[*TALK, END]),
                                            dict(messages=TALK)),
+    'a label that is no verdict': (dict(prompt='2 + 2?', label='4'), dict(label='4')),
     'lists of an arena': (published.texts('model_a', True), dict(messages=[published.ASK]))}
 
 
