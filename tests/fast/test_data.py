@@ -125,6 +125,7 @@ BREAKS = [dict(instruction='one\u2028two\x85three', input='', output='a\u2029b')
 AS_WRITTEN = {   # by other programs: a file's content, and the records in it
     'list.jsonl': (as_json(ROWS), ROWS),
     'breaks.jsonl': (json.dumps(BREAKS[0], ensure_ascii=False).encode() + b'\n', BREAKS),
+    'empty_rows.csv': (as_csv([*ROWS, dict.fromkeys(ROWS[0], ''), {}]), ROWS),
     'mark.csv': (b'\xef\xbb\xbf' + as_csv(ROWS), ROWS),
     'windows.jsonl': (as_lines(ROWS).replace(b'\n', b'\r\n') + b'\r\n\r\n', ROWS),
     'long.csv': (as_csv(LONG), LONG),
