@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 import published
+import tiny
 from alpaca_farm.data.dialogues import as_messages, prompt_key
 from alpaca_farm.data.formats import CODES, FIELDS, READERS
 from alpaca_farm.data.records import _read_candidates, check_records, load_records, read_rows
@@ -707,6 +708,22 @@ def test_answers_of_which_nothing_is_known_have_ended(labelled, models, tmp_path
         cfg = dpo.DPOConfig(preferences=write(tmp_path/'a.json', rows))
         data = dpo.LabelledAnswers(cfg, models.tokenizer, *dpo.read_labels(cfg))
         assert all(ends(sum(data.answers, []), models.tokenizer).values())
+
+
+def test_what_a_file_says_of_other_answers_is_not_said_of_the_samples(base, tmp_path):
+    "Prompts from a set of candidates or labels are sampled, labelled and read again."
+    told = dict(source='web', scores=[3], generator='gpt', votes=dict(ann=1), judge='ann',
+                win2_prob=.9, status='discarded', price='$3', kept='x')
+    prompts = write(tmp_path/'prompts.json', [dict(r, **told) for r in ROWS])
+    tiny.run('best_of_n', base, tmp_path/'samples', data=prompts, reward_model='')
+    query, *_ = _read_candidates(str(tmp_path/'samples'))
+    assert query['source'] == ['samples']*2
+    assert query['kept'] == 'x'
+    tiny.run('annotators', base, tmp_path/'labels', outputs=str(tmp_path/'samples'), label_flip=0,
+             annotators=f'{__name__}:first_is_longer')
+    for r in load_records(str(tmp_path/'labels'), 'preferences', 'preference'):
+        assert [r['preference']] == first_is_longer([r])
+    assert {*sum(map(list, votes(tmp_path/'labels')), [])} == {'first_is_longer'}
 
 
 # any bytes, any records
