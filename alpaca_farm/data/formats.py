@@ -448,11 +448,14 @@ READERS = dict(
 def find_reader(row: dict, kinds) -> Reader | None:
     "Find the reader of a row's format; None if the row has our fields or unknown columns."
     ours = 'instruction' in row and any(FIELDS[k].keys() <= row.keys() for k in kinds)
+    answered = any(fields and fields.keys() <= row.keys() for fields in FIELDS.values())
+    if not ours and row.get('messages') is not None and 'prompt' not in row:   # a dialogue of ours
+        if answered or {*kinds} == {'instruction'}: return READERS['chat']
     if 'pair' in kinds: kinds = {*kinds, 'preference'}
     unwanted = None
     for r in READERS.values():
         if ours and not r.ours or not r.fits(row): continue
-        if r.kind in kinds: return r
+        if r.kind in kinds and unwanted is not READERS['arena']: return r   # it may hold lists
         unwanted = unwanted or r
     return unwanted
 
@@ -541,8 +544,9 @@ def _one_prompt(row):
     turns = list(map(as_turn, messages))
     while turns and turns[-1]['role'] == 'assistant': turns.pop()   # an answer
     last = turns[-1]['content'] if turns else ''
+    first = [t['content'] for t in turns if t['role'] == 'user'][:1]
     asked = f'{instruction} {row.get("input") or ""}'.split()
-    if asked not in (last.split(), dialogue_text(turns).split()):
+    if asked not in [text.split() for text in (*first, last, dialogue_text(turns))]:
         raise ValueError(f'the `instruction` is {instruction!r:.60}, but what `messages` ask is '
                          f'{last!r:.60}. Keep one of them')
     unused = 'messages' if len(turns) == 1 else 'instruction'
@@ -672,10 +676,12 @@ def parse_columns(columns: str) -> dict[str, str]:
     return names
 
 
-def _rename(row, names):
-    "Rename a row's columns; ValueError if it has neither the file's name nor ours."
+def _rename(row, names, alone):
+    "Rename columns; ValueError if a row has neither name, or, with the prompt `alone`, no prompt."
+    prompts = {'instruction', 'messages', *names, *names.values()}
+    asked = alone and not prompts.isdisjoint(row)
     for theirs, ours in names.items():
-        if theirs not in row and ours not in row:
+        if not asked and theirs not in row and ours not in row:
             raise ValueError(f'columns names {theirs!r}; the row has {", ".join(map(repr, row))}')
         if theirs not in row or ours in names or ours in CODES: continue
         if row.get(ours) not in (None, '', row[theirs]):
@@ -751,7 +757,7 @@ def _as_record(row, kinds, coded):
         if columns and 'output_1' in row: row |= read_coded_label(row, columns)
         elif 'candidates' not in kinds: row = _best_pair(row)
     label = row.get('label')
-    if isinstance(label, str):   # KTO's
+    if isinstance(label, str) and 'output' in row:   # KTO's
         number = finite_number(label)
         row['label'] = TRUTH.get(label.lower(), label if number is None else number)
     return row
@@ -777,7 +783,7 @@ def as_records(
     labels = []
     for i, row in enumerate(rows):
         with naming(f'{where}, row {i}'):
-            named = _rename(row, names) if names else dict(row)
+            named = _rename(row, names, {*kinds} == {'instruction'}) if names else dict(row)
             record = _as_record(named, kinds, coded)
         records.append(record)
         votes = record.get('votes')

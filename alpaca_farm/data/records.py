@@ -183,7 +183,7 @@ def _read_csv(path):
                                  f'Is it separated by {mark!r}? Save it with {delimiter!r}')
         for row in table:
             if None in row: raise csv.Error('more fields than the header has')
-            rows.append(row)
+            if any(row.values()): rows.append(row)   # a table program writes empty ones as well
     except csv.Error as e:
         raise ValueError(f'{path}, row {len(rows)}: not valid CSV ({e}). '
                          'Is a quote left open?') from None

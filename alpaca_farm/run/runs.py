@@ -81,10 +81,11 @@ def run_config(folder) -> dict:
 
 # %% ../../nbs/run/runs.ipynb #04d30019
 def run_of(source: str) -> Path | None:
-    "Find the run folder that a source is, or lies in; None for `model-<step>`, which never change."
+    "Find the run folder that a source is or lies in; None in `model-<step>`, which never changes."
+    if not source or ':' in source: return None
     path = at_root(source)
-    if not source or ':' in source or path.name.startswith('model-'): return None
-    return next((p for p in (path, path.parent) if run_config(p)), None)
+    found = next((p for p in (path, path.parent) if run_config(p)), None)
+    return None if found != path and path.name.startswith('model-') else found
 
 # %% ../../nbs/run/runs.ipynb #24357ba7
 class _Source(NamedTuple):

@@ -12,8 +12,8 @@ from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
 
-from ..data.dialogues import NEXT_TURN, prompt_messages
-from ..data.pairs import ENDED
+from ..data.dialogues import NEXT_TURN, prompt_messages, SYSTEM
+from ..data.formats import OWN_FIELDS
 from ..data.records import load_records
 from ..data.text import control_tokens, decode, encode_prompts, uses_chat
 from ..data.text import within_limit
@@ -168,10 +168,13 @@ def sample(
     return records, prompts, end_turns(records, samples, policy.tokenizer, cfg.template)
 
 # %% ../../nbs/train/answers.ipynb #bd51404d
+_OF_PROMPTS = {'instruction', 'messages', 'input', *SYSTEM, 'label'}   # a reward may read a label
+_OF_ANSWERS = OWN_FIELDS - _OF_PROMPTS | {'log_ratio', 'status', 'was_cancelled'}
+
+
 def prompt_fields(record: dict) -> dict:
-    "Copy a record without its answer or its labelled pair."
-    given = ('output', 'output_1', 'output_2', 'preference', *ENDED)
-    return {k: v for k, v in record.items() if k not in given}
+    "Copy a record without what our files say of its answers and of labels on them."
+    return {k: v for k, v in record.items() if k not in _OF_ANSWERS}
 
 # %% ../../nbs/train/answers.ipynb #99cb0a78
 def sample_answers(

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 import published
+import tiny
 from alpaca_farm.data.dialogues import as_messages, prompt_key
 from alpaca_farm.data.formats import CODES, FIELDS, READERS
 from alpaca_farm.data.records import _read_candidates, check_records, load_records, read_rows
@@ -125,6 +126,7 @@ BREAKS = [dict(instruction='one\u2028two\x85three', input='', output='a\u2029b')
 AS_WRITTEN = {   # by other programs: a file's content, and the records in it
     'list.jsonl': (as_json(ROWS), ROWS),
     'breaks.jsonl': (json.dumps(BREAKS[0], ensure_ascii=False).encode() + b'\n', BREAKS),
+    'empty_rows.csv': (as_csv([*ROWS, dict.fromkeys(ROWS[0], ''), {}]), ROWS),
     'mark.csv': (b'\xef\xbb\xbf' + as_csv(ROWS), ROWS),
     'windows.jsonl': (as_lines(ROWS).replace(b'\n', b'\r\n') + b'\r\n\r\n', ROWS),
     'long.csv': (as_csv(LONG), LONG),
@@ -512,6 +514,20 @@ def test_odd_data_is_read_as_it_is_meant(tmp_path, name):
     assert found | wanted == found
 
 
+ASKED_ALONE = {   # a row of a file of prompts, and fields of what is read
+    'the first turn beside the dialogue': (dict(prompt='Hi.', messages=[*TALK, END]),
+                                           dict(messages=TALK)),
+    'a label that is no verdict': (dict(prompt='2 + 2?', label='4'), dict(label='4')),
+    'lists of an arena': (published.texts('model_a', True), dict(messages=[published.ASK]))}
+
+
+@pytest.mark.parametrize('name', ASKED_ALONE)
+def test_prompts_are_read_from_files_that_hold_more(tmp_path, name):
+    row, wanted = ASKED_ALONE[name]
+    found, = load_records(write(tmp_path/'a.json', [row]))
+    assert found | wanted == found
+
+
 def named_answers(one, two, chosen, rejected):
     "Rows whose label is said to be a text, and which name it."
     return Q | {one: 'text', two: 'text'} | dict(chosen=chosen, rejected=rejected)
@@ -568,9 +584,34 @@ def test_a_column_is_not_named_as_another_that_is_there(tmp_path):
     assert "'question'" in said_of(path, 'instruction=question')
 
 
+def test_a_file_of_prompts_need_not_have_the_columns_that_are_named_for_answers(tmp_path):
+    "One setting names the columns of the preferences and of the prompts that are answered at the end."
+    named = 'prompt=q,chosen=good,rejected=bad'
+    for row in (dict(q='Why?'), dict(ASKS)):
+        path = write(tmp_path/'a.json', [row])
+        found, = load_records(path, columns=named)
+        assert prompt_key(found) == ('Why?', '')
+        with fails('a.json, row 0', "columns names '(q|good)'"):
+            load_records(path, kind='preference', columns=named)
+    with fails('a.json, row 0', "columns names 'q'"):
+        load_records(write(tmp_path/'a.json', [dict(question='Why?')]), columns=named)
+
+
 def test_a_turn_of_a_tool_is_nothing_odd(tmp_path):
     turns = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
     assert said_of(write(tmp_path/'a.json', [dict(messages=turns)])) == '[]'
+
+
+@pytest.mark.parametrize('more', [
+    dict(output=END['content']), dict(output=['So long.', 'No.']), dict(
+        output_1='a', output_2='b', preference=1., label=True)])
+def test_answers_to_the_prompts_of_a_set_of_pairs_are_no_pairs_of_it(tmp_path, more):
+    "The dialogues of TRL's preferences, which are asked without their answers, and then answered."
+    pair = dict(prompt=TALK, chosen=[BOT], rejected=[OTHER])
+    prompt, = load_records(write(tmp_path/'a.json', [pair]))
+    for fields, kind in ((more, ANY), (more, 'instruction'), ({}, 'instruction')):
+        found, = load_records(write(tmp_path/'b.json', [prompt | fields]), kind=kind)
+        assert found == prompt | fields
 
 
 # what methods make of it
@@ -668,6 +709,22 @@ def test_answers_of_which_nothing_is_known_have_ended(labelled, models, tmp_path
         cfg = dpo.DPOConfig(preferences=write(tmp_path/'a.json', rows))
         data = dpo.LabelledAnswers(cfg, models.tokenizer, *dpo.read_labels(cfg))
         assert all(ends(sum(data.answers, []), models.tokenizer).values())
+
+
+def test_what_a_file_says_of_other_answers_is_not_said_of_the_samples(base, tmp_path):
+    "Prompts from a set of candidates or labels are sampled, labelled and read again."
+    told = dict(source='web', scores=[3], generator='gpt', votes=dict(ann=1), judge='ann',
+                win2_prob=.9, status='discarded', price='$3', kept='x')
+    prompts = write(tmp_path/'prompts.json', [dict(r, **told) for r in ROWS])
+    tiny.run('best_of_n', base, tmp_path/'samples', data=prompts, reward_model='')
+    query, *_ = _read_candidates(str(tmp_path/'samples'))
+    assert query['source'] == ['samples']*2
+    assert query['kept'] == 'x'
+    tiny.run('annotators', base, tmp_path/'labels', outputs=str(tmp_path/'samples'), label_flip=0,
+             annotators=f'{__name__}:first_is_longer')
+    for r in load_records(str(tmp_path/'labels'), 'preferences', 'preference'):
+        assert [r['preference']] == first_is_longer([r])
+    assert {*sum(map(list, votes(tmp_path/'labels')), [])} == {'first_is_longer'}
 
 
 # any bytes, any records

@@ -788,6 +788,15 @@ def test_an_unfinished_input_is_named_with_its_folder(tmp_path, monkeypatch):
         runs._check_named('policy', 'runs/x')
 
 
+def test_a_run_may_be_called_like_a_model_of_a_step(run_of_sft):
+    folder, _ = run_of_sft
+    folder = folder.rename(folder.with_name('model-a'))
+    assert runs.run_of(str(folder)) == runs.run_of(f'{folder}/model') == folder
+    (folder/'summary.json').unlink()
+    with pytest.raises(ValueError, match='not finished'):
+        runs._check_named('policy', str(folder))
+
+
 def test_a_damaged_log_ends_its_own_job_only(tmp_path, monkeypatch):
     write_json(tmp_path/'a'/'config.json', signed(dict(notebook='sft', fingerprint='', steps=5)))
     (tmp_path/'a'/'log.jsonl').write_text('{"step": 1}\nx\n{"step": 2}\n')
