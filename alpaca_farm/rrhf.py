@@ -214,7 +214,7 @@ def _load_queries(
     "Load requests, each with its prompt's ids; count the requests left out; ValueError if all are."
     cfg = run.cfg
     found = _read_queries(cfg)
-    settle(run, tokenizer, found, answered=answered)
+    settle(run, tokenizer, found, answered=answered, sampled=not cfg.candidates)
     prompts = encode_prompts(found, tokenizer, cfg.template)
     lengths = [len(prompt) for prompt in prompts]
     control = len(control_tokens(tokenizer))   # which stand before every prompt

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import tiny
+from alpaca_farm import rrhf
 from alpaca_farm.data.records import load_records
 from alpaca_farm.model.forecast import _RUNS, forecast_jobs, forecast_run, text_passes
 from alpaca_farm.model.loading import load_tokenizer
@@ -61,3 +62,13 @@ def test_a_run_on_any_split_is_foretold(base, monkeypatch, split):
     records = load_records(str(base/'world'), 'sft', 'output', 20)
     preflight._foretell_time(SimpleNamespace(cfg=cfg), load_tokenizer(str(base/'sft')), records, 0, False)
     assert found == [20*3*3]
+
+
+def test_rrhf_without_candidates_is_foretold_by_the_answers_it_will_sample(base, monkeypatch):
+    tokens = []
+    monkeypatch.setattr(preflight, 'LARGE', 1)
+    monkeypatch.setattr(preflight, 'print_time', lambda *given: tokens.append(given[-1]))
+    cfg = tiny.config('rrhf', **tiny.settings('rrhf', base, candidates=[], n=2))
+    run = SimpleNamespace(cfg=cfg, adjust=lambda values: None)
+    rrhf._load_queries(run, load_tokenizer(str(base/'sft')), [])
+    assert tokens[0] > cfg.max_new_tokens
