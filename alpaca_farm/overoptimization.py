@@ -10,7 +10,6 @@ __all__ = ['PROXIES', 'POLICIES', 'SHAPES', 'OverConfig', 'standard_reward', 'fi
 # %% ../nbs/overoptimization.ipynb #d0504300
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -21,7 +20,6 @@ from .annotators import flip_share
 from .data.dialogues import prompt_key
 from .data.pairs import check_preferences
 from .data.records import distinct, each_answer, load_records
-from .data.text import decode, encode_prompts
 from .judging.judges import JudgedConfig, load_annotators
 from .judging.pools import answer_preferences
 from .judging.stats import best_of_n_weights, bootstrap, kl_best_of_n
@@ -35,7 +33,7 @@ from .run.paths import at_root
 from .run.progress import Progress
 from .run.runs import makes_run, methods, Run, run_config, run_of, write_csv
 from .run.settings import as_list, MODEL, Positive, Reads, SIZES
-from .train.answers import log_ratios, sample, SampleConfig
+from .train.answers import sample_answers, SampleConfig
 from .worlds.folder import read_world, World
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
@@ -286,17 +284,10 @@ def measure_policy(
     Returns: kl, and the scores by request
     """
     policy = load_policy(folder, cfg)
-    prompts, _, answers = sample(policy, records, cfg, n=cfg.answers)
-    outputs = []
-    for record, drawn in zip(prompts, answers):
-        for s in drawn:
-            text = decode(s.tokens, policy.tokenizer, cfg.template, record)
-            outputs.append(dict(record, output=text, ended=s.ended))
-    plain = encode_prompts(outputs, reference.tokenizer, cfg.template)   # no reward tokens
-    kl = log_ratios(reference, plain, list(chain(*answers)), cfg)
-    found = dict(kl=float(np.mean(kl)))
-    for name, values in scores(outputs).items():
-        found[name] = np.reshape(values, (len(prompts), -1)).mean(1)
+    answered = sample_answers(policy, records, cfg, reference, n=cfg.answers)
+    found = dict(kl=float(np.mean([r['log_ratio'] for r in answered])))
+    for name, values in scores(each_answer(answered)).items():
+        found[name] = np.reshape(values, (len(answered), -1)).mean(1)
     return found
 
 # %% ../nbs/overoptimization.ipynb #46f0ca02
