@@ -24,7 +24,7 @@ from .model.rewards import label_count, reward, RewardConfig
 from .model.writer import ServedWriter
 from .run.paths import at_root
 from .run.runs import makes_run, Run, run_config
-from .run.settings import Count, MODEL, Named, Positive, Reads, SIZES
+from .run.settings import Count, MODEL, Named, Positive, Reads, Samples, SIZES
 from .train.answers import answer_figures, fitting_prompts, kl_figures, prompt_fields
 from .train.answers import same_tokens, sample_answers, SampleConfig
 from .train.preflight import preflight, settle
@@ -74,7 +74,7 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     split: str = 'eval'          # split whose requests are answered
     n: Positive = 16             # samples for each request
     # run of best_of_n, with the same policy, whose samples are used; empty: none
-    samples: Annotated[str, Reads(('candidates',))] = ''
+    samples: Samples = ''
     skip: Count = 0              # leave out the first n requests
     max_instances: Count = 0     # use only the first n of the rest; 0: all
     chunk: Positive = 128        # requests between checkpoints

@@ -13,7 +13,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge
 import numpy as np
 
 from .data.dialogues import as_messages, EMPTY_CELLS, full_instruction, NOT_SHOWN
@@ -28,7 +27,7 @@ from .judging.stats import wilson
 from .model.loading import load_tokenizer
 from .run.paths import at_root
 from .run.runs import makes_run, Run, write_figure
-from .run.settings import by_size, Count, MODEL, Reads, SIZES
+from .run.settings import by_size, Count, Reads, Several, SizedModel
 from .train.answers import PromptConfig
 from .train.labelled import answer_labels
 from .train.preflight import count_tokens, settle
@@ -58,14 +57,10 @@ class LookAtDataConfig(PromptConfig):
     data: Annotated[str, Reads()] = 'runs/annotators'
     split: str = ''                 # one of a folder's files; empty: all splits
     # whose tokenizer and template are used
-    policy: Annotated[str, MODEL, SIZES] = 'runs/sft'
+    policy: SizedModel = 'runs/sft'
     columns: str = ''               # names of columns: our name, equals sign, your name
     max_instances: Count = 0        # use only the first n rows of each file; 0: all
-    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.policy: raise ValueError("policy = '': name one, whose tokens are counted")
+    max_length: Several = by_size(128, 512)  # tokens of prompt and answer together
 
 # %% ../nbs/look_at_data.ipynb #100ka009
 _MEASURED = 'val', 'eval', 'test'   # splits that are not learned from

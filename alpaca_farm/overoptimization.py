@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from annotated_types import Ge
 import numpy as np
 
 from .annotators import flip_share
@@ -32,7 +31,7 @@ from .run.jobs import Job, study_job
 from .run.paths import at_root
 from .run.progress import Progress
 from .run.runs import makes_run, methods, Run, run_config, run_of, write_csv
-from .run.settings import as_list, MODEL, Positive, Reads, SIZES
+from .run.settings import as_list, Positive, Reads, Samples, Several, SizedModel
 from .train.answers import sample_answers, SampleConfig
 from .worlds.folder import read_world, World
 
@@ -74,16 +73,16 @@ class OverConfig(SampleConfig, JudgedConfig):
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/overoptimization'      # run folder
-    policy: Annotated[str, MODEL, SIZES] = 'runs/sft'  # SFT, from which distances are measured
-    bank: Annotated[str, Reads(('candidates',))] = 'runs/bank'  # a run of best_of_n with many samples of SFT
+    policy: SizedModel = 'runs/sft'         # SFT, from which distances are measured
+    bank: Samples = 'runs/bank'             # a run of best_of_n with many samples of SFT
     # answers of SFT, with which policies are compared
-    references: Annotated[str, Reads(('candidates',))] = 'runs/references'
+    references: Samples = 'runs/references'
     # reward models
     proxies: Annotated[list[str], Reads()] = field(default_factory=lambda: PROXIES)
     # runs of policies, best with several checkpoints
     policies: Annotated[list[str], Reads()] = field(default_factory=lambda: POLICIES)
     world: Annotated[str, Reads()] = 'runs/world'  # the world, with a utility and a held-out crowd
-    instances: Annotated[int, Ge(2)] = 150  # requests of the bank to use
+    instances: Several = 150                # requests of the bank to use
     answers: Positive = 4                   # answers of each policy to each request
 
 # %% ../nbs/overoptimization.ipynb #152ddf00
