@@ -23,7 +23,7 @@ from .model.policy import Policy
 from .model.rewards import label_count, reward, RewardConfig
 from .model.writer import ServedWriter
 from .run.runs import makes_run, Run, run_config
-from .run.settings import Count, MODEL, Named, Positive, Reads, SIZES
+from .run.settings import Count, MODEL, Named, Positive, Reads, Samples, SIZES
 from .train.answers import answer_figures, check_sampled, fitting_prompts
 from .train.answers import kl_figures, prompt_fields, same_tokens, sample_answers
 from .train.answers import SampleConfig
@@ -74,7 +74,7 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     split: str = 'eval'          # split whose requests are answered
     n: Positive = 16             # samples for each request
     # run of best_of_n, with the same model, whose samples are used; empty: none
-    samples: Annotated[str, Reads(('candidates',))] = ''
+    samples: Samples = ''
     skip: Count = 0              # leave out the first n requests
     max_instances: Count = 0     # use only the first n of the rest; 0: all
     chunk: Positive = 128        # requests between checkpoints

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Annotated, Literal
 
-from annotated_types import Ge
 import numpy as np
 
 from .data.dialogues import prompt_key
@@ -28,7 +27,7 @@ from .model.policy import Policy
 from .run.processes import once
 from .run.runs import makes_run, read_log, Run
 from .run.settings import Amount, by_size, Count, Judge, Named, Open, Pairs, Positive
-from .run.settings import Reads, Schedule, SizedModel, TrainConfig
+from .run.settings import Reads, Schedule, Several, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, answering, load_split
 from .train.answers import load_splits, prompt_fields, sample_answers
 from .train.labelled import answer_labels, hold_out
@@ -82,7 +81,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     token_times: Positive = 2                # conditioning: copies of the token in a prompt
     jitter: Amount = 3.0  # conditioning: noise of the tokens' first embeddings, in sd
     epochs: Positive = by_size(1, 3)         # passes over the answers
-    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
+    max_length: Several = by_size(128, 512)  # tokens of prompt and answer together
     max_instances: Count = 0                 # use only the first n records; 0: all
     batch_size: Positive = by_size(32, 32)   # answers per optimiser step
     learning_rate: Amount = by_size(3e-4, 2e-5)  # AdamW's peak learning rate

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Len
+from annotated_types import Len
 import numpy as np
 
 from .ask.client import ApiConfig
@@ -28,7 +28,7 @@ from .run.jobs import Job
 from .run.paths import at_root
 from .run.runs import makes_run, methods as farm_methods, recipes, Run, run_config
 from .run.settings import by_size, Count, HardwareConfig, Judge, Named, Reads, Scale
-from .run.settings import Share, SizedModel
+from .run.settings import Several, Share, SizedModel
 from .train.answers import PromptConfig
 from .train.preflight import settle, try_setting
 from .worlds.folder import check_sizes, read_world, write_world
@@ -98,7 +98,7 @@ class BringYourOwnConfig(ApiConfig, JudgedConfig, PromptConfig, HardwareConfig):
     board_judge: Judge = ''               # who judges the board; empty: the judge
     methods: Annotated[list[Literal[*METHODS]], Len(1)] = field(  # of the farm's
         default_factory=lambda: ['best_of_n', 'dpo'])
-    n: Annotated[int, Ge(2)] = 8          # samples of best-of-n for each prompt
+    n: Several = 8                        # samples of best-of-n for each prompt
     temperature: Scale = by_size(1., .8)  # of all answers that are compared
     max_instances: Count = 0              # use only the first n prompts; 0: all
     eval_share: Share = 0.4               # share of the prompts that answers are judged on

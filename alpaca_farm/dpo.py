@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Interval
 import torch
 import torch.nn.functional as F
 
@@ -20,8 +19,9 @@ from .model.logprobs import load_policy, load_reference, save_model, sequence_lo
 from .model.policy import Policy
 from .run.processes import gather_all
 from .run.runs import makes_run, read_log, Run
-from .run.settings import Amount, by_size, Count, Named, Open, Pairs, Positive, Reads
-from .run.settings import resolve, Rows, Scale, Schedule, Share, SizedModel
+from .run.settings import Amount, by_size, Count, Flips, Named, Open, Pairs, Positive
+from .run.settings import Reads, resolve, Rows, Scale, Schedule, Several, Share
+from .run.settings import SizedModel
 from .train.answers import answer_eval_split, AnswerConfig, load_splits
 from .train.labelled import hold_out, LabelledAnswers, read_labels
 from .train.preflight import preflight, settle
@@ -188,7 +188,7 @@ class DPOConfig(HeldOutConfig, AnswerConfig):
     """
     out: str = 'runs/dpo'                    # run folder
     preferences: Pairs = 'runs/annotators'   # a run of annotators, a file or a hub dataset
-    policy: SizedModel = 'runs/sft'               # policy to start from, and the reference
+    policy: SizedModel = 'runs/sft'          # policy to start from, and the reference
     # dataset whose eval split is answered at the end
     data: Annotated[Named, Reads(splits=('eval_split',))] = 'runs/world'
     # loss of labelled answers, by its name in LOSSES
@@ -198,12 +198,12 @@ class DPOConfig(HeldOutConfig, AnswerConfig):
     beta: Scale = by_size(.3, .1)            # KL weight; 0.1 for ipo, 0.5 for simpo
     temperature: Scale = 1.0  # of the log-probs; take the answers' sampling temperature
     # known share of flipped labels, for sigmoid (cDPO) and robust
-    label_smoothing: Annotated[float, Interval(ge=0, lt=.5)] = 0.0
+    label_smoothing: Flips = 0.0
     target_margin: Amount = 1.0              # simpo: gamma, the lead required of the chosen answer
     desirable_weight: Amount = 1.0           # kto: lambda_D, weight of the good answers
     undesirable_weight: Amount = 1.0         # kto: lambda_U, weight of the bad answers
     epochs: Positive = by_size(2, 1)         # passes over the pairs
-    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
+    max_length: Several = by_size(128, 512)  # tokens of prompt and answer together
     max_instances: Count = 0                 # use only the first n pairs; 0: all
     batch_size: Positive = by_size(32, 32)   # pairs per optimiser step
     learning_rate: Amount = by_size(3e-4, 1e-6)  # AdamW's peak learning rate

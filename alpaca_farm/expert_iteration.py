@@ -9,7 +9,6 @@ __all__ = ['STAGES', 'ExpertIterationConfig', 'train']
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-from annotated_types import Ge
 import numpy as np
 
 from .data.records import each_answer, find_file, load_records, read_rows
@@ -21,8 +20,8 @@ from .run.jobs import add_times, Job, run_or_fail
 from .run.paths import at_root
 from .run.progress import tell
 from .run.runs import makes_run, Run
-from .run.settings import Amount, by_size, Count, HardwareConfig, Named, Positive
-from .run.settings import Reads, Scale, SizedModel, TrainConfig
+from .run.settings import Amount, by_size, Count, HardwareConfig, Named, Positive, Reads
+from .run.settings import Samples, Scale, Several, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, load_split, load_splits
 from .train.answers import sample_answers, SampleConfig
 from .train.preflight import settle
@@ -66,12 +65,12 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
     split: str = 'unlabeled'                 # requests that are answered in training
     rounds: Positive = 2                     # rounds of best-of-n and imitation
-    n: Annotated[int, Ge(2)] = 16  # answers to each request, of which the best is imitated
+    n: Several = 16  # answers to each request, of which the best is imitated
     max_instances: Positive = 600  # requests of a round, new ones in each; fewer if data has too few
     # a run of best_of_n with the answers of round 1; empty to draw them
-    samples: Annotated[str, Reads(('candidates',))] = ''
+    samples: Samples = ''
     epochs: Positive = by_size(3, 3)         # passes over the winners
-    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
+    max_length: Several = by_size(128, 512)  # tokens of prompt and answer together
     batch_size: Positive = by_size(16, 16)   # winners per optimiser step
     learning_rate: Amount = by_size(1e-3, 2e-5)  # AdamW's peak learning rate
     val_split: str = 'val'                   # split on which each round's policy is scored

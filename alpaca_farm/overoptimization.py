@@ -10,18 +10,15 @@ __all__ = ['PROXIES', 'POLICIES', 'SHAPES', 'OverConfig', 'standard_reward', 'fi
 # %% ../nbs/overoptimization.ipynb #d0504300
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from annotated_types import Ge
 import numpy as np
 
 from .annotators import flip_share
 from .data.dialogues import prompt_key
 from .data.pairs import check_preferences
 from .data.records import distinct, each_answer, load_records
-from .data.text import decode, encode_prompts
 from .judging.judges import JudgedConfig, load_annotators
 from .judging.pools import answer_preferences
 from .judging.stats import best_of_n_weights, bootstrap, kl_best_of_n
@@ -34,8 +31,8 @@ from .run.jobs import Job, study_job
 from .run.paths import at_root
 from .run.progress import Progress
 from .run.runs import makes_run, methods, Run, run_config, run_of, write_csv
-from .run.settings import as_list, MODEL, Positive, Reads, SIZES
-from .train.answers import check_sampled, log_ratios, sample, SampleConfig
+from .run.settings import as_list, Positive, Reads, Samples, Several, SizedModel
+from .train.answers import check_sampled, sample_answers, SampleConfig
 from .worlds.folder import read_world, World
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
@@ -76,16 +73,16 @@ class OverConfig(SampleConfig, JudgedConfig):
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/overoptimization'      # run folder
-    policy: Annotated[str, MODEL, SIZES] = 'runs/sft'  # SFT, from which distances are measured
-    bank: Annotated[str, Reads(('candidates',))] = 'runs/bank'  # a run of best_of_n with many samples of SFT
+    policy: SizedModel = 'runs/sft'         # SFT, from which distances are measured
+    bank: Samples = 'runs/bank'             # a run of best_of_n with many samples of SFT
     # answers of SFT, with which policies are compared
-    references: Annotated[str, Reads(('candidates',))] = 'runs/references'
+    references: Samples = 'runs/references'
     # reward models
     proxies: Annotated[list[str], Reads()] = field(default_factory=lambda: PROXIES)
     # runs of policies, best with several checkpoints
     policies: Annotated[list[str], Reads()] = field(default_factory=lambda: POLICIES)
     world: Annotated[str, Reads()] = 'runs/world'  # the world, with a utility and a held-out crowd
-    instances: Annotated[int, Ge(2)] = 150  # requests of the bank to use
+    instances: Several = 150                # requests of the bank to use
     answers: Positive = 4                   # answers of each policy to each request
 
 # %% ../nbs/overoptimization.ipynb #152ddf00
@@ -286,17 +283,10 @@ def measure_policy(
     Returns: kl, and the scores by request
     """
     policy = load_policy(folder, cfg)
-    prompts, _, answers = sample(policy, records, cfg, n=cfg.answers)
-    outputs = []
-    for record, drawn in zip(prompts, answers):
-        for s in drawn:
-            text = decode(s.tokens, policy.tokenizer, cfg.template, record)
-            outputs.append(dict(record, output=text, ended=s.ended))
-    plain = encode_prompts(outputs, reference.tokenizer, cfg.template)   # no reward tokens
-    kl = log_ratios(reference, plain, list(chain(*answers)), cfg)
-    found = dict(kl=float(np.mean(kl)))
-    for name, values in scores(outputs).items():
-        found[name] = np.reshape(values, (len(prompts), -1)).mean(1)
+    answered = sample_answers(policy, records, cfg, reference, n=cfg.answers)
+    found = dict(kl=float(np.mean([r['log_ratio'] for r in answered])))
+    for name, values in scores(each_answer(answered)).items():
+        found[name] = np.reshape(values, (len(answered), -1)).mean(1)
     return found
 
 # %% ../nbs/overoptimization.ipynb #46f0ca02

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
-from annotated_types import Ge
 import numpy as np
 import torch
 
@@ -29,7 +28,7 @@ from .model.rewards import reward
 from .run.processes import rank
 from .run.runs import makes_run, Run
 from .run.settings import Amount, by_size, Positive, Reads, resolve, Rows, Scale
-from .run.settings import Schedule, Share
+from .run.settings import Schedule, Several, Share
 from .train.answers import fitting_prompts, load_splits
 from .train.online import CheckpointSelector, finish_policy, in_micro_batches
 from .train.online import OnlineConfig, prompt_indices, rollout_scores
@@ -222,7 +221,7 @@ class PPOConfig(OnlineConfig):
     advantage: Annotated[Literal[*ADVANTAGES], Rows(ADVANTAGES)] = 'gae'
     # your own advantage instead, as my_module:my_advantage
     advantage_function: Annotated[str, Reads()] = ''
-    group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers to a request
+    group_size: Several = 4  # where other answers are the baseline: answers to a request
     # what weighs the same in the loss: each token of an optimiser step, or each whole answer
     average: Literal['token', 'answer'] = 'token'
     ppo_epochs: Positive = 2               # passes over each step's answers

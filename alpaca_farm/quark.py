@@ -10,9 +10,7 @@ __all__ = ['QuarkConfig', 'quantiles', 'DataPool', 'rollout_pool', 'token_terms'
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
 
-from annotated_types import Ge
 from fastcore.basics import patch
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -27,7 +25,7 @@ from .model.logprobs import never_written
 from .model.policy import Policy
 from .model.rewards import reward
 from .run.runs import makes_run, Run
-from .run.settings import Amount, by_size, Count, Positive, Schedule
+from .run.settings import Amount, by_size, Count, Positive, Schedule, Several
 from .train.answers import fitting_prompts, load_splits
 from .train.online import CheckpointSelector, finish_policy, in_micro_batches
 from .train.online import OnlineConfig, prompt_indices, rollout_scores
@@ -73,7 +71,7 @@ class QuarkConfig(OnlineConfig):
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
     """
     out: str = 'runs/quark'                   # run folder
-    num_quantiles: Annotated[int, Ge(2)] = 4  # quantiles that the data pool is cut into, K
+    num_quantiles: Several = 4                # quantiles that the data pool is cut into, K
     best_quantile_only: bool = True           # learn from the best quantile only, without tokens
     clear_pool: bool = True                   # discard the answers of earlier rollouts
     token_times: Positive = 8                 # copies of a reward token in a prompt
@@ -83,7 +81,7 @@ class QuarkConfig(OnlineConfig):
     kl_coef: Amount = by_size(.3, .05)        # weight of the exact KL from the reference, beta
     entropy_coef: Amount = 0.0                # weight of the entropy bonus, alpha
     steps: Positive = 8                       # rollouts, each followed by its updates
-    rollouts: Annotated[int, Ge(2)] = 512     # answers per step
+    rollouts: Several = 512                   # answers per step
     learning_rate: Amount = by_size(1e-3, 3e-6)  # peak learning rate
     lr_schedule: Schedule = 'constant'        # how the learning rate falls
     eval_every: Positive = 2                  # steps between evaluations on the val split

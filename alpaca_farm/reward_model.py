@@ -7,9 +7,8 @@ __all__ = ['RewardModelConfig', 'pairwise_loss', 'margins', 'reward_loss', 'load
 
 # %% ../nbs/reward_model.ipynb #2ee384e0
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Ge, Interval
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -27,8 +26,8 @@ from .model.logprobs import load_scalar, save_model, sequence_scores
 from .model.policy import Policy
 from .model.rewards import score_records
 from .run.runs import makes_run, Run
-from .run.settings import Amount, Arguments, by_size, Count, Open, Pairs, Positive
-from .run.settings import Schedule, SizedModel, Template, TrainConfig
+from .run.settings import Amount, Arguments, by_size, Count, Flips, Open, Pairs, Positive
+from .run.settings import Schedule, Several, SizedModel, Template, TrainConfig
 from .train.labelled import hold_out
 from .train.preflight import settle
 from .train.trainer import answer_batch, batches, example_lengths, Trainer
@@ -68,7 +67,7 @@ class RewardModelConfig(TrainConfig):
     out: str = 'runs/reward_model'            # run folder
     preferences: Pairs = 'runs/annotators'    # a run of annotators, a file or a hub dataset
     columns: str = ''   # names of your columns, where they are not ours (see data.md)
-    policy: SizedModel = 'runs/sft'                # policy whose trunk initialises the model
+    policy: SizedModel = 'runs/sft'           # policy whose trunk initialises the model
     head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
     # weight of the answer's log-likelihood in its score; 0: none
     likelihood: Amount = by_size(.2, 0.)
@@ -77,13 +76,13 @@ class RewardModelConfig(TrainConfig):
     template: Template = 'auto'               # prompt format
     template_arguments: Arguments = field(default_factory=dict)  # of the chat template
     epochs: Positive = by_size(2, 1)          # passes over the pairs
-    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
+    max_length: Several = by_size(128, 512)   # tokens of prompt and answer together
     # pairs for measuring; -1: 500, or a fifth if that is less
     held_out: Open | Positive = -1
     max_instances: Count = 0                  # use only the first n pairs; 0: all
     margin: Amount = 0.0  # lead required of the better answer where the label is certain
     margin_field: str = ''  # field of the records that holds each pair's margin; empty: none
-    flip_rate: Annotated[float, Interval(ge=0, lt=.5)] = 0.0  # known share of flipped labels
+    flip_rate: Flips = 0.0                    # known share of flipped labels
     batch_size: Positive = by_size(16, 16)    # pairs per optimiser step
     learning_rate: Amount = by_size(5e-4, 5e-6)  # AdamW's peak learning rate
     head_learning_rate: Amount = 0.0          # peak learning rate of the head; 0: learning_rate

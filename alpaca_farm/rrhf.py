@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge
 import numpy as np
 import torch
 
@@ -28,8 +27,8 @@ from .model.rewards import label_count, reward, RewardConfig
 from .run.files import read_json
 from .run.processes import once
 from .run.runs import makes_run, read_log, Run
-from .run.settings import Amount, as_list, by_size, Count, MODEL, Named, Positive
-from .run.settings import Reads, Schedule, SizedModel, TrainConfig
+from .run.settings import Amount, as_list, by_size, Count, MODEL, Named, Positive, Reads
+from .run.settings import Schedule, Several, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, end_turns, load_splits
 from .train.answers import sample, SampleConfig
 from .train.preflight import preflight, settle
@@ -85,7 +84,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     # runs or files; empty for the policy's own only
     candidates: Annotated[str | list[str], Reads(('candidates',))] = 'runs/candidates'
     sources: list[str] = field(default_factory=list)  # use only these models' candidates; empty: all
-    k: Annotated[int, Ge(2)] = 12  # candidates of a request: the first k different ones that fit
+    k: Several = 12  # candidates of a request: the first k different ones that fit
     n: Count = 0                             # how many of the candidates the policy generates
     decoding: Literal['sample', 'beam'] = 'sample'  # how the policy generates candidates
     groups: Positive = 1  # beam: groups the n beams are split into; diverse beams with 2 or more
@@ -104,7 +103,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     split: str = 'unlabeled'                 # split with the requests when `candidates` is empty
     epochs: Positive = by_size(4, 3)         # passes over the requests
     # tokens of prompt and answer together; longer candidates are left out
-    max_length: Annotated[int, Ge(2)] = by_size(128, 512)
+    max_length: Several = by_size(128, 512)
     max_instances: Count = 0                 # use only the first n requests; 0: all
     learning_rate: Amount = by_size(1e-3, 2e-5)  # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls

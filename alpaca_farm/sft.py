@@ -9,7 +9,6 @@ __all__ = ['SFTConfig', 'sft_loss', 'train']
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge
 import torch
 
 from .data.dialogues import prompt_key, prompt_messages
@@ -18,7 +17,8 @@ from .data.text import encode
 from .model.logprobs import load_policy, logprobs, save_model
 from .model.policy import Policy
 from .run.runs import makes_run, read_log, Run
-from .run.settings import Amount, by_size, Count, Named, Positive, Reads, SizedModel
+from .run.settings import Amount, by_size, Count, Named, Positive, Reads, Several
+from .run.settings import SizedModel
 from .train.answers import answer_eval_split, AnswerConfig, load_split, load_splits
 from .train.preflight import preflight, settle
 from .train.trainer import batches, example_lengths, HeldOutConfig, token_batch
@@ -61,7 +61,7 @@ class SFTConfig(HeldOutConfig, AnswerConfig):
     turns: Literal['all', 'last'] = 'all'    # turns of the assistant in a dialogue that are learned
     policy: SizedModel = 'runs/world'        # the base model
     epochs: Positive = by_size(1, 1)         # passes over the demonstrations
-    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and response together
+    max_length: Several = by_size(128, 512)  # tokens of prompt and response together
     learning_rate: Amount = by_size(2e-3, 2e-5)  # AdamW's peak learning rate
     batch_size: Positive = by_size(16, 16)   # demonstrations per optimiser step
     max_instances: Count = 0                 # use only the first n demonstrations; 0: all

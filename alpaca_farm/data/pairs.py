@@ -17,7 +17,6 @@ import numpy as np
 
 from .dialogues import bare_prompt, full_instruction, prompt_key, prompt_messages
 from .dialogues import prompt_text, TURN
-from .dialogues import with_instruction
 
 # %% ../../nbs/data/pairs.ipynb #2793161c
 def is_preference(value) -> bool:
@@ -196,9 +195,9 @@ def match_prompts(outputs: list[dict], references: list[dict]) -> list[dict]:
     return [outputs[ours[prompt]] for prompt in theirs]
 
 # %% ../../nbs/data/pairs.ipynb #c0aa375a
-def common_prompts(answers: dict[str, list[dict]], key=prompt_key) -> dict[str, list[dict]]:
+def common_prompts(answers: dict[str, list[dict]]) -> dict[str, list[dict]]:
     "Keep the answers to requests that all models answered; print how many are lost."
-    have = {name: set(map(key, rows)) for name, rows in answers.items()}
+    have = {name: set(map(prompt_key, rows)) for name, rows in answers.items()}
     every = set.union(*have.values())
     common = set.intersection(*have.values())
     if not 0 < len(every - common) <= len(every) // 20: return answers
@@ -207,7 +206,7 @@ def common_prompts(answers: dict[str, list[dict]], key=prompt_key) -> dict[str, 
         lost = len(every - have[name])
         if lost: print(f'{name} has no answer to {lost} of {len(every)} requests: '
                        'these are left out')
-        kept[name] = [r for r in rows if key(r) in common]
+        kept[name] = [r for r in rows if prompt_key(r) in common]
     return kept
 
 # %% ../../nbs/data/pairs.ipynb #8415bdaf
@@ -232,7 +231,6 @@ def pair_up(outputs: list[dict], references: list[dict]) -> list[dict]:
 def head2head_pairs(
     outputs_1: list[dict],   # answers of a baseline
     outputs_2: list[dict],   # answers of a model
-    keys=('instruction', 'input'),   # the fields by which they are matched
     ordered: bool = False,   # whether they are compared row by row instead
 ) -> list[dict]:
     """Pair two files of answers; ValueError if many prompts differ, or a prompt occurs twice.
@@ -240,19 +238,15 @@ def head2head_pairs(
     Parameters:
       outputs_1 : answers of a baseline
       outputs_2 : answers of a model
-      keys : the fields by which they are matched
       ordered : whether they are compared row by row instead
     """
-    def key(record): return tuple(str(with_instruction(record).get(k) or '') for k in keys)
     if not ordered:
-        both = common_prompts(dict(baseline=outputs_1, model=outputs_2), key)
+        both = common_prompts(dict(baseline=outputs_1, model=outputs_2))
         outputs_2 = both['model']
-        place = {key(r): i for i, r in enumerate(outputs_2)}
-        outputs_1 = sorted(both['baseline'], key=lambda r: place.get(key(r), -1))
-    prompts = list(map(key, outputs_2))
-    if list(map(key, outputs_1)) != prompts or not ordered and len(set(prompts)) < len(prompts):
-        raise ValueError(f'{len(outputs_1)} answers against {len(prompts)}: each prompt must have '
-                         'one of each, and in the same order if they are compared row by row')
+        outputs_1 = match_prompts(both['baseline'], outputs_2)
+    if list(map(prompt_key, outputs_1)) != list(map(prompt_key, outputs_2)):
+        raise ValueError(f'{len(outputs_1)} answers against {len(outputs_2)} row by row: both '
+                         'must answer the same requests, in the same order')
     pairs = []
     for records in zip(outputs_1, outputs_2):
         pair = {k: v for k, v in records[1].items() if k not in ('output', 'ended')}

@@ -108,7 +108,7 @@ def learned_texts(
         order = (2, 1) if p > 1.5 else (1, 2)
         return [(name, record[f'output_{k}'], record.get(f'ended_{k}', True))
                 for name, k in zip(names, order)]
-    if 'output' not in record: return []
+    if record.get('output') is None: return []
     if isinstance(record['output'], str):
         name = f'answer labelled {record["label"]}' if 'label' in record else 'answer'
         return [(name, record['output'], record.get('ended', True))]

@@ -11,6 +11,7 @@ __all__ = ['SAMPLING', 'PromptConfig', 'SampleConfig', 'AnswerConfig', 'answerin
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from ..data.dialogues import NEXT_TURN, prompt_messages, SYSTEM
 from ..data.formats import OWN_FIELDS
@@ -199,9 +200,11 @@ def sample_answers(
             ended=[s.ended for s in group],
             logprob=[round(sum(s.logprobs), 4) for s in group]))
     if reference is None: return answers
-    prompts = encode_prompts(fit, reference.tokenizer, cfg.template)
-    for answer, prompt, group in zip(answers, prompts, groups):
-        answer['log_ratio'] = log_ratios(reference, [prompt]*len(group), group, cfg)
+    plain = encode_prompts(fit, reference.tokenizer, cfg.template)   # no control tokens
+    prompts = []
+    for prompt, group in zip(plain, groups): prompts += [prompt]*len(group)
+    ratios = iter(log_ratios(reference, prompts, list(chain(*groups)), cfg))
+    for answer, group in zip(answers, groups): answer['log_ratio'] = list(islice(ratios, len(group)))
     return answers
 
 # %% ../../nbs/train/answers.ipynb #09158646
@@ -339,15 +342,13 @@ def answer_eval_split(
     """
     cfg = answering(run.cfg)
     if not cfg.eval_split: return {}
-    answered, _, groups = sample(policy, load_split(cfg, 'eval_split'), cfg)
-    samples = [s for s, in groups]
+    ratios = []
     outputs = []
-    for r, s in zip(answered, samples):
-        text = decode(s.tokens, policy.tokenizer, cfg.template, r)
-        outputs.append(dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                            output=text, ended=s.ended, generator=run.folder.name))
+    for r in sample_answers(policy, load_split(cfg, 'eval_split'), cfg, reference):
+        del r['logprob']
+        if reference: ratios += r.pop('log_ratio')
+        outputs.append(dict(r, output=r['output'][0], ended=r['ended'][0],
+                            generator=run.folder.name))
     run.write('outputs.json', outputs)
     figures = answer_figures(outputs)
-    if reference is None: return figures
-    prompts = encode_prompts(answered, reference.tokenizer, cfg.template)   # no control tokens
-    return figures | kl_figures(log_ratios(reference, prompts, samples, cfg))
+    return figures | kl_figures(ratios) if reference else figures

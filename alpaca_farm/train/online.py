@@ -10,7 +10,6 @@ __all__ = ['OnlineConfig', 'prompt_indices', 'sample_rollout', 'in_micro_batches
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Ge
 import torch
 
 from ..data.dialogues import prompt_key
@@ -27,7 +26,7 @@ from ..model.policy import load_adapter, Policy
 from ..model.rewards import label_count, RewardConfig
 from ..run.processes import add_up, once, rank
 from ..run.runs import read_log
-from ..run.settings import by_size, Count, Judge, Named, Positive, Reads, Scale
+from ..run.settings import by_size, Count, Judge, Named, Positive, Reads, Scale, Several
 from ..run.settings import SizedModel, TrainConfig
 from .answers import answer_eval_split, AnswerConfig, load_split
 from .answers import prompt_fields, sample, sample_answers, SampleConfig
@@ -71,7 +70,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     data: Annotated[Named, Reads(splits=('split', 'val_split', 'eval_split'))] = 'runs/world'
     split: str = 'unlabeled'               # prompts that are answered in training
     steps: Positive = 16                   # rollouts, each followed by its updates
-    rollouts: Annotated[int, Ge(2)] = 192  # answers per step
+    rollouts: Several = 192                # answers per step
     standardise: bool = True  # scale scores so that the initial policy's have mean 0 and sd 1
     # what happens to the score of an answer that was cut off; empty: nothing
     missing_eos: Literal['replace', 'subtract', ''] = 'replace'

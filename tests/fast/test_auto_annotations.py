@@ -85,7 +85,7 @@ def test_the_leaderboard_keeps_all_805(server, tmp_path, capsys):
     board = alpaca_leaderboard(path, reference_outputs=reference[:-2])
     assert board.n_total.item() == 803     # as AlpacaEval counts it
     assert 'baseline has no answer to 2 of 805 requests' in capsys.readouterr().out
-    with pytest.raises(ValueError, match='one of each'):
+    with pytest.raises(ValueError, match='the same requests'):
         alpaca_leaderboard(path, reference_outputs=reference[:600])
 
 

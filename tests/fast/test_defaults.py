@@ -183,7 +183,7 @@ def test_lengths_left_open_never_refuse_the_data_that_they_fit(base, tmp_path, s
     run = Run(cfg, dict(settings={}))
     settle(run, tokenizer, sets['sft'], sets['apart'], answered=[sets['val'], sets['eval']])
     for name, records in sets.items():
-        lengths = preflight._token_counts(records, tokenizer=tokenizer, template='auto')
+        lengths = preflight.count_tokens(records, tokenizer, closed=True)
         for limit in ('max_prompt', 'max_length'):
             if limit == 'max_length' and name in ('val', 'eval'): continue   # only answered
             check_limit(lengths[limit], getattr(run.cfg, limit), name, limit)

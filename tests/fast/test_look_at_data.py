@@ -6,10 +6,11 @@ import pytest
 import tiny
 from alpaca_farm.data.formats import as_records
 from alpaca_farm.data.shown import describe_columns, learned_texts
-from alpaca_farm.look_at_data import count_tokens, find_odd, LookAtDataConfig, read_parts
+from alpaca_farm.look_at_data import find_odd, LookAtDataConfig, read_parts
 from alpaca_farm.look_at_data import training_command
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import _write_card, read_summary
+from alpaca_farm.train.preflight import count_tokens
 
 LIMITS = dict(max_prompt=60, max_new_tokens=20, max_length=70)
 
