@@ -257,14 +257,6 @@ class PPOConfig(OnlineConfig):
             raise ValueError(f'advantage = {self.advantage} has no effect beside advantage_function = '
                              f'{self.advantage_function}: leave one of them out')
         if self.advantage_function: _try_advantage(self)
-        named = self.advantage_function or f'advantage = {self.advantage}'
-        kind = advantage_of(self)
-        self.refuse_unread(
-            (not kind.value_model, named, 'value_clip vf_coef value_learning_rate'),
-            (kind.of_group, named, 'gamma lam'),
-            (not kind.of_group, named, 'group_size'),
-            (not self.kl_coef, 'kl_coef = 0', 'kl_kind'),
-            (not self.target_kl, 'target_kl = 0', 'k_beta'))
 
     @property
     def group(self) -> int:

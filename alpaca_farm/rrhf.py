@@ -123,14 +123,6 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
             raise ValueError(f'n = {self.n} beams cannot be split into groups = {self.groups}')
         if self.kl_coef and not self.refresh_every:
             raise ValueError('kl_coef needs refresh_every: at first it has no effect')
-        sampled = self.decoding == 'sample'
-        self.refuse_unread(
-            (self.candidates, 'candidates', 'split'),
-            (not self.candidates, 'no candidates', 'sources'),
-            (not self.n, 'n = 0', 'decoding top_p'),
-            (not sampled, 'decoding = beam', 'top_p'),
-            (sampled, 'decoding = sample', 'groups'),
-            (self.groups == 1, 'groups = 1', 'diversity_penalty'))
 
 # %% ../nbs/rrhf.ipynb #3e438a70
 def _ranked_pairs(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

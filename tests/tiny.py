@@ -42,7 +42,7 @@ SETTINGS = dict(
     rlcd=dict(chunk=8, max_new_tokens=12, max_retries=1,
               task=str(ROOT/'tests'/'data'/'task.yaml')),
     ppo=dict(steps=3, rollouts=16, batch_size=8, ppo_epochs=2, learning_rate=1e-3,
-             val_instances=8,
+             value_learning_rate=1e-3, val_instances=8,
              eval_every=2, save_every=2, checkpoint_every=1, **SAMPLING))
 
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.

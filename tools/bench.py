@@ -154,10 +154,9 @@ def our_dpo(steps):
 
 
 def our_ppo(steps, **more):
-    given = more or dict(reward_model=str(MATERIAL/'reward'), ppo_epochs=4, kl_coef=.05,
-                         value_learning_rate=1e-5)
+    given = dict(reward_model=str(MATERIAL/'reward'), ppo_epochs=4, kl_coef=.05) | more
     return ours('ppo', ROLLOUTS, data=str(MATERIAL/'records.json'), val_split='', steps=steps,
-                rollouts=ROLLOUTS, missing_eos='', save_every=0, **given)
+                rollouts=ROLLOUTS, missing_eos='', value_learning_rate=1e-5, save_every=0, **given)
 
 
 def our_grpo(steps):

@@ -386,24 +386,6 @@ def changed(self: Config) -> dict:
         if value != default: found[f.name] = value
     return found
 
-
-@patch
-def refuse_unread(
-    self: Config,
-    *rows: tuple,   # whether nothing reads some settings, with what, and their names
-):
-    """ValueError for a setting that is not at its default, though nothing reads it.
-
-    Parameters:
-      rows : whether nothing reads some settings, with what, and their names
-    """
-    changed = self.changed()
-    for unread, given, names in rows:
-        for name in names.split() if unread else ():
-            if name not in changed: continue
-            raise ValueError(f'{name} = {changed[name]} has no effect with {given}: leave it at '
-                             'its default')
-
 # %% ../../nbs/run/settings.ipynb #dd386877
 @patch
 def check_path(

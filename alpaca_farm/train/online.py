@@ -91,7 +91,6 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
         if not self.reward_model:
             raise ValueError('reward_model is empty: name a checkpoint, a "module:function", '
                              'or a list of them')
-        self.refuse_unread((not self.missing_eos, 'an empty missing_eos', 'missing_eos_value'))
 
     @property
     def splits(self) -> list[str]:
