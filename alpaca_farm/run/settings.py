@@ -500,12 +500,20 @@ def collect(cls: Config, namespace: dict):
     "Take the settings of the newest parameters cell, and papermill's, from `globals()`."
     names = []
     injected = []
+    lost = []   # injected above the settings, which take their place
     for cell in namespace['In'][:-1]:   # the last is the running one
         assigned = _assigned(cell)
-        if cell.startswith('# Parameters') or assigned == ['out']: injected += assigned
+        if cell.startswith('# Parameters') or assigned == ['out']:
+            injected += assigned
+            lost = []
         elif 'out' in assigned:
+            lost = [] if names else injected
             names = assigned
             injected = []
+    if lost:
+        raise ValueError(f'{", ".join(lost)}: the settings below take the place of what you gave. '
+                         'Give the cell that holds them the tag parameters, by which papermill '
+                         'finds it')
     given = {name: namespace[name] for name in names + injected}
     cfg = cls.read(given)
     cfg.named = {*injected, *cfg.changed()}   # the notebook's own cell repeats the defaults
