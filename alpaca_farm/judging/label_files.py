@@ -6,7 +6,7 @@
 __all__ = ['name_voter', 'last_votes', 'label_file', 'label_files', 'load_sets', 'Verdicts', 'per_thousand', 'recorded_verdicts']
 
 # %% ../../nbs/judging/label_files.ipynb #aaceba8c
-import math
+import math, os
 from collections import Counter
 from fnmatch import fnmatch
 from glob import glob
@@ -23,7 +23,7 @@ from ..data.records import check_record, DISCARDED, FILE_SUFFIXES, is_discarded
 from ..data.records import read_rows
 from .pools import report_missing
 from .prompts import is_population
-from ..run.paths import at_root
+from ..run.paths import at_root, root
 from ..run.settings import resolve
 
 
@@ -169,7 +169,10 @@ def label_file(spec: str) -> Path | None:
 # %% ../../nbs/judging/label_files.ipynb #1e09c052
 def label_files(spec: str) -> list[str]:
     "Find the files of a set, or the function that makes it; ValueError if there is neither."
-    files = [label_file(f) for f in sorted(glob(str(at_root(spec))))]
+    found = [spec]
+    if not at_root(spec).exists():   # a pattern
+        found = sorted(glob(os.path.expanduser(spec), root_dir=root()))
+    files = list(map(label_file, found))
     if files and all(files): return list(map(str, files))
     if files or ':' not in spec:
         raise ValueError(f'sets: there is no file {spec} of {", ".join(FILE_SUFFIXES)}, '
