@@ -169,10 +169,10 @@ def label_file(spec: str) -> Path | None:
 # %% ../../nbs/judging/label_files.ipynb #1e09c052
 def label_files(spec: str) -> list[str]:
     "Find the files of a set, or the function that makes it; ValueError if there is neither."
-    pattern = os.path.expanduser(spec)
-    there = at_root(spec).exists()   # its name may hold brackets
-    found = [spec] if there else sorted(glob(pattern, root_dir=root()))
-    files = [label_file(f) for f in found]
+    found = [spec]
+    if not at_root(spec).exists():   # a pattern
+        found = sorted(glob(os.path.expanduser(spec), root_dir=root()))
+    files = list(map(label_file, found))
     if files and all(files): return list(map(str, files))
     if files or ':' not in spec:
         raise ValueError(f'sets: there is no file {spec} of {", ".join(FILE_SUFFIXES)}, '

@@ -313,6 +313,9 @@ class Config(_Given):
     def __post_init__(self):
         no_secrets(asdict(self))   # before a message shows a value
         self._convert()
+        if ':' in self.out:
+            raise ValueError(f'out = {self.out!r}: a folder with a colon can be no input later. '
+                             'Take another name')
         vars(self).update(self.defaults_by_size())
         if self.device not in ('auto', 'cpu'): _check_device(self.device)
         changed = self.changed()   # a default that is missing can be built
@@ -399,6 +402,10 @@ def check_path(
       name : of the setting
     """
     if ':' in value and not looks_like_hub(value):
+        if not re.fullmatch(r'[\w.]*:\w*', value):
+            raise ValueError(f'{name} = {value!r}: a colon stands only in package.module:name and in '
+                             'owner/name:configuration. Rename a file or folder that has one, and '
+                             'of a URL write owner/name, or download what it names')
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
     if not value or os.path.exists(at_root(value)) or looks_like_hub(value): return
@@ -501,12 +508,20 @@ def collect(cls: Config, namespace: dict):
     "Take the settings of the newest parameters cell, and papermill's, from `globals()`."
     names = []
     injected = []
+    lost = []   # injected above the settings, which take their place
     for cell in namespace['In'][:-1]:   # the last is the running one
         assigned = _assigned(cell)
-        if cell.startswith('# Parameters') or assigned == ['out']: injected += assigned
+        if cell.startswith('# Parameters') or assigned == ['out']:
+            injected += assigned
+            lost = []
         elif 'out' in assigned:
+            lost = [] if names else injected
             names = assigned
             injected = []
+    if lost:
+        raise ValueError(f'{", ".join(lost)}: the settings below take the place of what you gave. '
+                         'Give the cell that holds them the tag parameters, by which papermill '
+                         'finds it')
     given = {name: namespace[name] for name in names + injected}
     cfg = cls.read(given)
     cfg.named = {*injected, *cfg.changed()}   # the notebook's own cell repeats the defaults

@@ -839,6 +839,15 @@ def test_a_cell_that_sets_only_the_folder_keeps_the_other_settings(first):
     assert (cfg.out, cfg.checkpoint_every) == ('b', 7)
 
 
+def test_parameters_above_the_settings_are_not_lost_silently():
+    "Papermill writes them there in a copy of a notebook whose parameters cell has no tag."
+    cells = ['# Parameters\nseed = 7', 'out = ""\nseed = 0', 'cfg = ...']
+    with pytest.raises(ValueError, match='^seed: .*the tag parameters'):
+        ppo.PPOConfig.collect(dict(In=cells, out='', seed=0))
+    again = [*cells[:2], '# Parameters\nseed = 7', 'cfg = ...']   # the cell was executed once more
+    assert ppo.PPOConfig.collect(dict(In=again, out='', seed=7)).seed == 7
+
+
 def test_an_address_without_http_is_refused_also_in_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv('OPENAI_BASE_URL', 'localhost:8000/v1')
     with pytest.raises(ValueError, match='write it like http'):

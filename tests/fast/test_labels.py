@@ -38,6 +38,18 @@ def test_votes_count_beside_an_empty_preference(tmp_path):
     assert pair['votes'] == dict(x=1, y=2)
 
 
+def test_labels_in_a_folder_with_brackets(tmp_path, monkeypatch):
+    "In the path of a file, and in the folder in which a pattern is looked for."
+    folder = tmp_path/'[2026] labels'
+    folder.mkdir()
+    row = dict(instruction='Why?', output_1='a', output_2='b', preference=1)
+    file = tiny.write(folder/'people.json', [row])
+    monkeypatch.chdir(folder)
+    for spec in (file, 'people.json', 'peop*.json', f'{tmp_path}/*/peop*.json'):
+        (pair,), = load_sets([spec]).values()
+        assert pair['votes'] == dict(people=1)
+
+
 def test_a_column_judge_names_judges(tmp_path):
     rows = [dict(PAIR, preference=1, judge='gpt'), dict(PAIR, preference=2, judge='claude'),
             dict(PAIR, preference=2, judge='claude', annotator=None)]

@@ -280,6 +280,15 @@ def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatc
     assert paths.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
 
 
+@pytest.mark.parametrize('path', ['data/12:30.json', 'C:\\mine\\a.json', 'https://huggingface.co/a/b'])
+def test_a_path_with_a_colon_is_named(elsewhere, path):
+    "Such as a time, a Windows disk or a URL; a run that could not be read again is not begun."
+    (elsewhere/'data'/'12:30.json').write_text('[]')
+    for name in ('data', 'out'):
+        with pytest.raises(ValueError, match=f'^{name} = .* a (folder with a )?colon'):
+            tiny.config('sft', **{name: path})
+
+
 def test_a_mistyped_path_is_named(elsewhere):
     "When it is read, where it could be a name on the hub."
     from alpaca_farm.data.records import load_records
