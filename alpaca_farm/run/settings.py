@@ -313,9 +313,6 @@ class Config(_Given):
     def __post_init__(self):
         no_secrets(asdict(self))   # before a message shows a value
         self._convert()
-        if ':' in self.out:
-            raise ValueError(f'out = {self.out!r}: a folder with a colon can be no input later. '
-                             'Take another name')
         vars(self).update(self.defaults_by_size())
         if self.device not in ('auto', 'cpu'): _check_device(self.device)
         changed = self.changed()   # a default that is missing can be built
