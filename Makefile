@@ -60,7 +60,7 @@ bench: .venv/ready       ## what TRL and alpaca-eval take over what we take, in 
 	OMP_NUM_THREADS=1 $(BIN)/python tools/bench.py
 
 lab: .venv/ready         ## JupyterLab on the notebooks
-	JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(BIN)/jupyter lab
+	JUPYTER_CONFIG_PATH='$(CURDIR)/.jupyter' $(BIN)/jupyter lab
 
 prepare: fast            ## before a push: the same, the notebooks' cells, and all tests
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 1

@@ -384,6 +384,14 @@ def test_make_grades_a_file_whatever_its_name(file):
     assert shlex.split(said.splitlines()[-1])[-2:] == ['grade', file]
 
 
+def test_make_opens_jupyter_in_a_folder_whatever_its_name(tmp_path):
+    folder = tmp_path/'My files'
+    folder.mkdir()
+    command = ['make', '-n', '--no-print-directory', '-o', '.venv/ready', '-f', tiny.ROOT/'Makefile', 'lab']
+    said = subprocess.check_output(command, cwd=folder, text=True)
+    assert shlex.split(said)[0] == f'JUPYTER_CONFIG_PATH={folder}/.jupyter'
+
+
 def test_a_decision_counts_however_it_is_written():
     for word in ('PPO', ' ppo '):
         assert course.grade_decision(dict(found={'8': [2., 1., 3.], 'keep': word})) == (3, '')

@@ -101,6 +101,13 @@ def test_runs_of_modules_and_notebooks_lie_in_the_working_folder(outside):
     assert (folder/'runs'/'sft'/'model'/'model.safetensors').is_file()
 
 
+def test_data_is_looked_at_in_a_folder_without_runs(base, outside, tmp_path):
+    data = tiny.write(tmp_path/'mine.json', [dict(prompt='Hi.', completion='Yes?')]*2)
+    given = dict(data=data, policy=str(base/'sft'), out='look')
+    run_notebook('look_at_data', (tmp_path, outside[1]), **given)
+    assert read_summary(tmp_path/'look')['findings'] == 1
+
+
 def test_the_tour_draws_its_figure(outside):
     folder, _ = outside
     size = tiny.write(folder/'tour.json', tiny.FARM)
