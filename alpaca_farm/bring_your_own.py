@@ -17,7 +17,7 @@ import numpy as np
 from .ask.client import ApiConfig
 from .data.dialogues import prompt_key
 from .data.records import load_records
-from .data.text import check_limit, control_tokens, encode_prompts
+from .data.text import check_limit, control_tokens, encode_prompts, prompt_lengths
 from .judging.judges import api_clients, check_known_names, judge_request, JudgedConfig
 from .judging.judges import load_annotators
 from .judging.pools import pool_members, preferences_over
@@ -119,12 +119,12 @@ def _check_prompts(run, data: dict):
     prompts = data['prompts']
     tokenizer = load_tokenizer(cfg.model, arguments=cfg.template_arguments)
     settle(run, tokenizer, prompts, data.get('preferences', []), sampled=True)
-    control = len(control_tokens(tokenizer))
-    lengths = [len(p) - control for p in encode_prompts(prompts, tokenizer, cfg.template)]
+    encoded = encode_prompts(prompts, tokenizer, cfg.template)
+    lengths = prompt_lengths(encoded, tokenizer)
     check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     text = model_config(cfg.model).get_text_config()
     limit = getattr(text, 'max_position_embeddings', None) or math.inf
-    longest = cfg.max_prompt + control + cfg.max_new_tokens
+    longest = cfg.max_prompt + len(control_tokens(tokenizer)) + cfg.max_new_tokens
     if longest > limit:
         raise ValueError(f'max_prompt + max_new_tokens: {longest} tokens, but {cfg.model} reads '
                          f'at most {limit} (max_position_embeddings). Lower one of them')

@@ -18,7 +18,7 @@ import numpy as np
 from .data.dialogues import as_messages, EMPTY_CELLS, full_instruction, NOT_SHOWN
 from .data.dialogues import prompt_key
 from .data.formats import as_records, FIELDS, parse_columns
-from .data.records import each_once, find_file, is_true, load_rows, read_all
+from .data.records import each_once, find_file, is_true, kind_of, load_rows, read_all
 from .data.shown import learned_texts
 from .data.text import check_limit
 from .judging.judges import break_control_tokens
@@ -83,14 +83,6 @@ class Part:
     @property
     def measured(self) -> bool: return self.split in _MEASURED
 
-# %% ../nbs/look_at_data.ipynb #25b2322d
-def _kind_of_record(record):
-    "Say of which kind a record is."
-    if 'preference' in record: return 'preference'
-    if 'output_1' in record: return 'pair'
-    if 'output' not in record: return 'instruction'
-    return 'output' if isinstance(record['output'], str) else 'candidates'
-
 # %% ../nbs/look_at_data.ipynb #b59434d2
 def _is_answered(row, where, columns):
     "Tell whether a row has an answer, or several; ValueError for one that cannot be read."
@@ -112,11 +104,11 @@ def _load_part(spec, names, columns, n):
     "Read a file as what its first row is."
     rows, where = load_rows(spec, names)
     answered = [_is_answered(row, where, columns) for row in rows[:1]]
-    kinds = _ANSWERED if any(answered) else 'instruction'
+    kinds = _ANSWERED if any(answered) else ('instruction',)
     every = read_all(rows, where, kinds, columns, n)
     rows = rows[:n or None]
     records = each_once(every)
-    kind = 'instruction' if kinds == 'instruction' else _kind_of_record(records[0])
+    kind = kind_of(records[0], kinds)
     named = parse_columns(columns)
     return Part(
         name=Path(where.strip(')')).name.split('.')[0],

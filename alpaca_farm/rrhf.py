@@ -15,8 +15,8 @@ import torch
 
 from .data.records import distinct, each_answer, LISTS, load_records
 from .data.records import merge_candidates, select_candidates, without_lists
-from .data.text import collate, control_tokens, decode, encode_prompts
-from .data.text import encode_responses, within_limit
+from .data.text import collate, decode, encode_prompts, encode_responses, prompt_lengths
+from .data.text import within_limit
 from .judging.stats import mean
 from .model.beams import beam_search
 from .model.loading import load_tokenizer
@@ -207,14 +207,13 @@ def _load_queries(
     found = _read_queries(cfg)
     settle(run, tokenizer, found, answered=answered, sampled=not cfg.candidates)
     prompts = encode_prompts(found, tokenizer, cfg.template)
-    lengths = [len(prompt) for prompt in prompts]
-    control = len(control_tokens(tokenizer))   # which stand before every prompt
-    fit = within_limit([n - control for n in lengths], cfg.max_prompt, 'prompts', 'max_prompt')
+    lengths = prompt_lengths(prompts, tokenizer)
+    fit = within_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     queries = []
     for i in fit:
         query = _limit_candidates(found[i], prompts[i], tokenizer, cfg)
         useful = len(query['output']) > 1
-        if cfg.n: useful = lengths[i] + cfg.max_new_tokens <= cfg.max_length
+        if cfg.n: useful = len(prompts[i]) + cfg.max_new_tokens <= cfg.max_length
         if useful: queries.append((query, prompts[i]))
     need = 'space for max_new_tokens' if cfg.n else 'two different candidates'
     need += f' within max_length = {cfg.max_length} tokens, prompt included'

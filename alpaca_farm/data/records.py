@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'DISCARDED', 'LISTS', 'find_file', 'read_text', 'unique_fields', 'read_rows', 'check_record',
-           'is_true', 'is_discarded', 'check_records', 'load_rows', 'read_all', 'each_once', 'read_records',
-           'load_records', 'without_lists', 'each_answer', 'candidate_pair', 'distinct', 'select_candidates',
-           'merge_candidates']
+           'is_true', 'is_discarded', 'check_records', 'load_rows', 'kind_of', 'read_all', 'each_once', 'load_records',
+           'without_lists', 'each_answer', 'candidate_pair', 'distinct', 'select_candidates', 'merge_candidates']
 
 # %% ../../nbs/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -385,7 +384,7 @@ def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:
     return read_rows(path), f'{spec} ({path.name})'
 
 # %% ../../nbs/data/records.ipynb #3807c420
-def _kind_of(record, kinds):
+def kind_of(record, kinds):
     "Return the first of some kinds whose fields a record has, or else the last."
     def has(name, type_):
         is_list = isinstance(record.get(name), list)
@@ -416,7 +415,7 @@ def read_all(
     if 'preference' not in kinds: rows = first   # all labels tell their code, the first may not
     records = as_records(rows, where, kinds, columns)[:len(first)]
     said = describe_columns(first, records, parse_columns(columns))
-    records = check_records(records, _kind_of(records[0] if records else {}, kinds), where)
+    records = check_records(records, kind_of(records[0] if records else {}, kinds), where)
     if said: notice(f'{where}: {said}')
     return records
 
@@ -427,35 +426,13 @@ def each_once(records: list[dict]) -> list[dict]:
     return list(by_text.values())
 
 
-def read_records(
-    rows: list[dict],   # as they stand in a file
-    where: str,         # the file, for messages
-    kind: str | tuple = 'instruction',   # kind of record (FIELDS), or several allowed kinds
-    columns: str = '',  # names of columns, as in `read_all`
-    n: int = 0,         # only the first n; all if 0
-) -> list[dict]:
-    """Make rows checked records, each once, and print what was used; ValueError names row and field.
-
-    Parameters:
-      rows : as they stand in a file
-      where : the file, for messages
-      kind : kind of record (FIELDS), or several allowed kinds
-      columns : names of columns, as in `read_all`
-      n : only the first n; all if 0
-    """
-    records = read_all(rows, where, kind, columns, n)
-    kept = each_once(records)
-    repeated = len(records) - len(kept)
-    if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
-    return kept
-
 # %% ../../nbs/data/records.ipynb #8cf3f3f0
 def load_records(
     spec: str,    # a dataset folder, a run folder, a file, or a dataset's name on the hub
     name: str | tuple = '',   # a split or a file of a run folder; of several, the first that exists
     kind: str | tuple = 'instruction',   # kind of record (FIELDS), or several allowed kinds
     n: int = 0,   # only the first n; all if 0
-    columns: str = '',   # names of columns, as in `read_records`
+    columns: str = '',   # names of columns, as in `read_all`
 ) -> list[dict]:
     """Read the records of a file or dataset, checked, each once; ValueError names row and field.
 
@@ -464,10 +441,14 @@ def load_records(
       name : a split or a file of a run folder; of several, the first that exists
       kind : kind of record (FIELDS), or several allowed kinds
       n : only the first n; all if 0
-      columns : names of columns, as in `read_records`
+      columns : names of columns, as in `read_all`
     """
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
-    return read_records(rows, where, kind, columns, n)
+    records = read_all(rows, where, kind, columns, n)
+    kept = each_once(records)
+    repeated = len(records) - len(kept)
+    if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
+    return kept
 
 # %% ../../nbs/data/records.ipynb #4e3d1b80
 LISTS = ('output', 'source', 'scores', 'ended')

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['alpaca_prompt', 'uses_chat', 'build_prompt', 'set_template_arguments', 'end_token', 'end_tokens', 'start_tokens',
-           'control_tokens', 'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate', 'rollout_batch',
-           'answer_batches', 'check_limit', 'within_limit', 'position_limit', 'check_positions', 'encode']
+           'control_tokens', 'prompt_lengths', 'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate',
+           'rollout_batch', 'answer_batches', 'check_limit', 'within_limit', 'position_limit', 'check_positions',
+           'encode']
 
 # %% ../../nbs/data/text.ipynb #c92dc902
 import math, re, warnings
@@ -282,6 +283,12 @@ def start_tokens(tokenizer) -> list[int]:
 def control_tokens(tokenizer) -> list[int]:
     "Return the control tokens with which a tokenizer begins every prompt; mostly there are none."
     return _ids(tokenizer.init_kwargs.get('control', ''), tokenizer)
+
+
+def prompt_lengths(prompts: list[list[int]], tokenizer) -> list[int]:
+    "Count the tokens of encoded prompts, without the control tokens before them."
+    control = len(control_tokens(tokenizer))
+    return [len(prompt) - control for prompt in prompts]
 
 # %% ../../nbs/data/text.ipynb #715ff4ff
 def _count(special, ids):

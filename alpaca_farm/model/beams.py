@@ -112,7 +112,6 @@ def beam_search(
     groups: int = 1,                # groups of beams; 2 or more make the search diverse
     diversity_penalty: float = 0.,  # cost (nats) of a token for each earlier beam that chose it
     max_new_tokens: int = 300,      # longer answers are cut off here
-    batch_size: int = 0,            # rows of a forward pass; 0: as many as fit into memory
 ) -> list[list[Sample]]:
     """Search for the likeliest answers to each prompt, best first; fewer if there are no more.
 
@@ -123,13 +122,12 @@ def beam_search(
       groups : groups of beams; 2 or more make the search diverse
       diversity_penalty : cost (nats) of a token for each earlier beam that chose it
       max_new_tokens : longer answers are cut off here
-      batch_size : rows of a forward pass; 0: as many as fit into memory
     """
     if beams % groups:
         raise ValueError(f'beams = {beams} cannot be split into groups = {groups}')
     check_sampling(policy, prompts, max_new_tokens)
     longest = max(map(len, prompts), default=0) + max_new_tokens
-    rows, tokens = pass_limits(policy, batch_size, cached=True)
+    rows, tokens = pass_limits(policy, cached=True)
     size = max(1, int(min(rows, tokens // max(1, longest)) // beams))   # prompts of a batch
     ends = end_tokens(policy.model, policy.tokenizer)
     answers = []

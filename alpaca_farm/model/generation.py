@@ -423,7 +423,6 @@ def generate(
     top_p: float = 1.0,         # sample from the likeliest tokens of this probability; 1: from all
     top_k: int = 0,             # sample from this many of the likeliest tokens; 0: from all
     seed: int = 0,
-    batch_size: int = 0,        # sequences in a batch; 0: as many as fit into memory
 ) -> list[list[Sample]]:  # n of each prompt
     """Sample answers to prompts; ValueError for a prompt that the model cannot read.
 
@@ -434,12 +433,11 @@ def generate(
       temperature : 0 is greedy
       top_p : sample from the likeliest tokens of this probability; 1: from all
       top_k : sample from this many of the likeliest tokens; 0: from all
-      batch_size : sequences in a batch; 0: as many as fit into memory
     Returns: n of each prompt
     """
     longest = max(map(len, prompts), default=0) + max_new_tokens
-    rows, tokens = pass_limits(policy, batch_size, cached=True)
-    batch_size = max(1, int(min(rows, tokens // max(1, longest))))
+    rows, tokens = pass_limits(policy, cached=True)
+    size = max(1, int(min(rows, tokens // max(1, longest))))   # sequences in a batch
     check_sampling(policy, prompts, max_new_tokens)
     ends = end_tokens(policy.model, policy.tokenizer)
     choice = dict(temperature=temperature, top_p=top_p, top_k=top_k)
@@ -463,8 +461,8 @@ def generate(
         answers = []
         with policy.on():
             fixed = policy.device.type == 'cuda' and can_be_fixed(policy)
-            for start in passes('batches of answers', range(0, len(jobs), batch_size)):
-                answers += write(jobs[start:start + batch_size], fixed)
+            for start in passes('batches of answers', range(0, len(jobs), size)):
+                answers += write(jobs[start:start + size], fixed)
         return answers
 
     jobs = _sampling_jobs(prompts, n)

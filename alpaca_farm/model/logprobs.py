@@ -340,12 +340,11 @@ def _in_batches(
     compute,        # prompts and answers of a batch -> (B,)
     prompts: list,  # N
     answers: list,  # N, of any kind
-    size: int,      # rows of a forward pass; 0: as many as fit into memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU
     "Compute one number for each prompt with its answer, in all processes."
     def compute_all(prompts, answers):
         out = torch.zeros(len(prompts))
-        batches = answer_batches(prompts, answers, *pass_limits(policy, size))
+        batches = answer_batches(prompts, answers, *pass_limits(policy))
         for rows, *batch in passes(what, batches):
             with policy.on(): values = compute(*batch).tolist()
             for places, value in zip(rows, values): out[places] = value
@@ -358,21 +357,19 @@ def response_logprobs(
     prompts: list[list[int]],    # N
     responses: list[list[int]],  # N
     temperature: float = 1.0,
-    size: int = 0,               # responses in a forward pass; 0: as many as fit into memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     """Compute log p of each whole response given its prompt, without gradients.
 
     Parameters:
       prompts : N
       responses : N
-      size : responses in a forward pass; 0: as many as fit into memory
     Returns: (N,) float32 on the CPU, in nats
     """
     def compute(prompts, responses):
         batch = collate(prompts, responses, 0)
         batch = {k: v.to(policy.device) for k, v in batch.items()}
         return sequence_logprobs(policy, batch, temperature)
-    return _in_batches(policy, 'log-probs', compute, prompts, responses, size)
+    return _in_batches(policy, 'log-probs', compute, prompts, responses)
 
 # %% ../../nbs/model/logprobs.ipynb #420959d9
 def _last_states(policy: Policy, prompts: list[list[int]]) -> torch.Tensor:
@@ -400,18 +397,16 @@ def next_log_odds(
     policy: Policy,
     prompts: list[list[int]],      # N
     tokens: list[tuple[int, int]],  # N pairs
-    size: int = 0,                 # prompts in a forward pass; 0: as many as fit into memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     """Compute the log-odds that the next token behind each prompt is the second of two.
 
     Parameters:
       prompts : N
       tokens : N pairs
-      size : prompts in a forward pass; 0: as many as fit into memory
     Returns: (N,) float32 on the CPU, in nats
     """
     def compute(prompts, pairs): return _log_odds(policy, _last_states(policy, prompts), pairs)
-    return _in_batches(policy, 'labels', compute, prompts, tokens, size)
+    return _in_batches(policy, 'labels', compute, prompts, tokens)
 
 # %% ../../nbs/model/logprobs.ipynb #f4a50f91
 def _head_values(policy: Policy, states: torch.Tensor) -> torch.Tensor:

@@ -35,18 +35,15 @@ def _busy_tokens(policy: Policy) -> float:
 # %% ../../nbs/model/memory.ipynb #2707e0a7
 def pass_limits(
     policy: Policy,
-    rows: int = 0,         # rows, whatever their length; 0: `forward_batch`, or as many as fit
     cached: bool = False,  # whether keys and values are kept
 ) -> tuple[int, float]:  # rows, tokens
-    """Bound what a forward pass without gradients reads.
+    """Bound what a forward pass without gradients reads; with a `forward_batch` only its rows.
 
     Parameters:
-      rows : rows, whatever their length; 0: `forward_batch`, or as many as fit
       cached : whether keys and values are kept
     Returns: rows, tokens
     """
-    rows = rows or policy.forward_batch
-    if rows: return rows, math.inf
+    if policy.forward_batch: return policy.forward_batch, math.inf
     model = policy.model
     size = model.dtype.itemsize
     config = model.config.get_text_config(decoder=True)

@@ -79,7 +79,6 @@ def score_records(
     policy: Policy,            # a decoder with a `score`, or an encoder
     records: list[dict],       # with a prompt and `output`, and maybe `ended`
     template: str = 'auto',    # prompt format
-    batch_size: int = 0,       # rows of a forward pass; 0: as many as fit into memory
     standardise: bool = True,  # by the mean and standard deviation in the model's config
 ) -> list[float]:
     """Score the records' outputs.
@@ -88,7 +87,6 @@ def score_records(
       policy : a decoder with a `score`, or an encoder
       records : with a prompt and `output`, and maybe `ended`
       template : prompt format
-      batch_size : rows of a forward pass; 0: as many as fit into memory
       standardise : by the mean and standard deviation in the model's config
     """
     prompts, answers = _encode_answers(policy, records, template)
@@ -96,7 +94,7 @@ def score_records(
     check_positions(policy, longest, 'an answer with its prompt')
     config = policy.config
     scores = np.zeros(len(records))
-    batches = answer_batches(prompts, answers, *pass_limits(policy, batch_size))
+    batches = answer_batches(prompts, answers, *pass_limits(policy))
     for rows, asked, answered in passes('scores', batches):
         batch = collate(asked, answered, policy.tokenizer.pad_token_id)
         ids, mask, response = (batch[k].to(policy.device) for k in ('ids', 'mask', 'response'))
@@ -129,7 +127,6 @@ def reward(
     spec: str | list[str],   # a checkpoint or "module:function", or a list of these
     cfg: Config,             # how a checkpoint is loaded and an ensemble combined
     template: str = 'auto',  # prompt format of checkpoints
-    batch_size: int = 0,     # rows of a forward pass; 0: as many as fit into memory
     loaded: dict[str, Policy] = {},  # checkpoints in memory already, by name
 ):  # records -> scores
     """Make the reward that a setting names; it checks that each record gets a number.
@@ -138,7 +135,6 @@ def reward(
       spec : a checkpoint or "module:function", or a list of these
       cfg : how a checkpoint is loaded and an ensemble combined
       template : prompt format of checkpoints
-      batch_size : rows of a forward pass; 0: as many as fit into memory
       loaded : checkpoints in memory already, by name
     Returns: records -> scores
     """
@@ -148,8 +144,7 @@ def reward(
         if ':' in name: members[name] = partial(once, folder_function(data, name))
         else:
             policy = loaded[name] if name in loaded else load_scalar(name, cfg)
-            members[name] = partial(in_parts, partial(
-                score_records, policy, template=template, batch_size=batch_size))
+            members[name] = partial(in_parts, partial(score_records, policy, template=template))
 
     def score(records: list[dict]) -> list[float]:
         table = []

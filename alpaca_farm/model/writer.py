@@ -15,7 +15,8 @@ from ..ask.protocol import is_reasoning
 from ..data.dialogues import without_thoughts
 from ..data.pairs import hash_uniform
 from ..data.shown import example_text
-from ..data.text import decode, encode_prompts, encode_responses, start_tokens
+from ..data.text import decode, encode_prompts, encode_responses, position_limit
+from ..data.text import start_tokens
 from .generation import generate
 from .logprobs import next_log_odds
 from .policy import Policy
@@ -70,8 +71,7 @@ class LocalWriter:
         self.cfg = cfg
         self.policy = policy
         self.shown = False   # whether the first prompt was printed
-        config = self.policy.config.get_text_config()
-        self.longest = getattr(config, 'max_position_embeddings', None) or math.inf
+        self.longest = position_limit(policy)
 
     def show_first(self, rows: list[list[int]]):
         "Print the first prompt that is asked, once."

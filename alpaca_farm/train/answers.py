@@ -16,8 +16,7 @@ from itertools import chain, islice
 from ..data.dialogues import NEXT_TURN, prompt_messages, SYSTEM
 from ..data.formats import OWN_FIELDS
 from ..data.records import load_records
-from ..data.text import control_tokens, decode, encode_prompts, uses_chat
-from ..data.text import within_limit
+from ..data.text import decode, encode_prompts, prompt_lengths, uses_chat, within_limit
 from ..judging.stats import mean, standard_error
 from ..model.generation import generate, Sample
 from ..model.logprobs import response_logprobs
@@ -113,8 +112,8 @@ def fitting_prompts(
       cfg : max_prompt, template
     """
     prompts = encode_prompts(records, tokenizer, cfg.template)
-    control = len(control_tokens(tokenizer))
-    rows = within_limit([len(p) - control for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
+    lengths = prompt_lengths(prompts, tokenizer)
+    rows = within_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     return [records[i] for i in rows], [prompts[i] for i in rows]
 
 # %% ../../nbs/train/answers.ipynb #0ae9b917

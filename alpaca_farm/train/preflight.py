@@ -13,7 +13,7 @@ import numpy as np
 from ..data.dialogues import prompt_text
 from ..data.shown import example_text, learned_texts
 from ..data.text import check_limit, check_positions, control_tokens, decode
-from ..data.text import encode_prompts, encode_responses, end_token
+from ..data.text import encode_prompts, encode_responses, end_token, prompt_lengths
 from ..judging.pools import preferences_over, with_verdict
 from ..model.forecast import LARGE, print_time
 from ..model.generation import generate
@@ -192,7 +192,7 @@ def preflight(
     check_positions(policy, answered, 'max_prompt + max_new_tokens')
     for records in splits:
         prompts = encode_prompts(records, policy.tokenizer, cfg.template)
-        lengths = [len(p) - control for p in prompts]
+        lengths = prompt_lengths(prompts, policy.tokenizer)
         check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     answer, other = _two_answers(policy, splits[0], cfg)
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])

@@ -62,7 +62,8 @@ def test_samples(name):
     for p in prompts:   # one BOS, then the template's text
         assert p.count(1) == 1
         assert (p[0], p[-1]) == (1, 3)
-    samples = generate(policy, prompts, max_new_tokens=8, temperature=0, batch_size=4)
+    policy.forward_batch = 4
+    samples = generate(policy, prompts, max_new_tokens=8, temperature=0)
     for p, (sample,) in zip(prompts, samples):
         ids = torch.tensor([p])
         rows = policy.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids),
