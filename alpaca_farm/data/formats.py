@@ -52,12 +52,18 @@ def _parsed(value):
     return value
 
 # %% ../../nbs/data/formats.ipynb #15cee3db
+def _is_message(value):
+    "Tell whether a value that stood as JSON in a text is a message, and no text in JSON."
+    fields = {*value} if isinstance(value, dict) else set()
+    says = {'content', 'value', 'tool_calls', 'function_call'} & fields
+    return bool({'role', 'from'} & fields and says)
+
+
 def _messages_in(value, name):
     "Read messages that stand as JSON in a column of text; ValueError for Python's notation."
     if not (isinstance(value, str) and re.match(r'\s*\[\s*\{', value)): return value
     found = _parsed(value)
-    is_message = [isinstance(m, dict) and bool({'role', 'from'} & m.keys()) for m in found]
-    if isinstance(found, list) and all(is_message): return found
+    if isinstance(found, list) and all(map(_is_message, found)): return found
     if found == value and re.search("'(role|from)':", value):
         raise ValueError(f'the column {name!r} holds a list as text. Save the file as JSON lines')
     return value
@@ -262,15 +268,15 @@ def _chosen(row, chosen, rejected, prompt=None):
 def _turn_in(answer):
     "Read a turn that stands as JSON in a column of text; any other answer as it is."
     found = _parsed(answer)
-    return found if isinstance(found, dict) else answer
+    return found if _is_message(found) else answer
 
 
 def _chosen_turns(row, chosen, rejected, conversations):
     "Read ShareGPT's preferences: turns that follow a conversation, or whole dialogues."
     one = _turn_in(chosen)
     other = _turn_in(rejected)
-    turns = [] if isinstance(one, str) else _turns(one, 'assistant')
-    alone = bool(turns) and all(t['role'] == 'assistant' for t in turns)
+    whole = isinstance(one, str) and one.lstrip().startswith('Human:')
+    alone = not whole and all(t['role'] == 'assistant' for t in _turns(one, 'assistant'))
     return _chosen(row, one, other, conversations if alone else None)
 
 # %% ../../nbs/data/formats.ipynb #dc91dcae

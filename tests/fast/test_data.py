@@ -493,6 +493,11 @@ MEANT = {   # a row, and fields of what is read
     'chat as text': (dict(messages=json.dumps(turned('Why?', 'So.'))), dict(output='So.')),
     'an answer of JSON': (dict(prompt='List them.', completion='[{"name": "Bo"}]'),
                           dict(output='[{"name": "Bo"}]')),
+    'an answer of JSON with a field of messages': (
+        dict(ASKS, output='[{"from": "Paris", "to": "Rome"}]'),
+        dict(output='[{"from": "Paris", "to": "Rome"}]')),
+    'an answer of JSON beside a conversation': (dict(ONE_TURN, chosen='{"a": 1}', rejected='no'),
+                                                dict(better='{"a": 1}', worse='no')),
     'history with the question': (dict(ASKS, history=[['Hi.', 'Yes?'], ['Why?', None]]),
                                   dict(messages=DONE)),
     'history with the answer': (dict(ASKS, history=[['Hi.', 'Yes?'], ['Why?', 'So.']]),
