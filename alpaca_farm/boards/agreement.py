@@ -303,7 +303,7 @@ _SUMMARISED = ('n', 'n_decided', 'n_agreement', 'n_unanswered', 'accuracy', 'dec
                'probability', 'agreement', 'consistency', 'first', 'longer')
 
 
-def _sources(cfg: AgreementConfig) -> list[str]:
+def _set_sources(cfg: AgreementConfig) -> list[str]:
     "Make what the settings name, and find the files of labels and verdicts in it."
     ensure_inputs(cfg)
     reads = []
@@ -312,7 +312,7 @@ def _sources(cfg: AgreementConfig) -> list[str]:
     return reads
 
 
-@makes_run(AgreementConfig, reads=_sources)
+@makes_run(AgreementConfig, reads=_set_sources)
 def run(cfg: AgreementConfig, run: Run):
     "Measure judges against people and write their board."
     sets = load_sets(cfg.sets)
