@@ -544,6 +544,7 @@ def load_annotators(
       cfg : settings of the run; settings of an endpoint that it lacks have their defaults
     Returns: a judge, or a pool
     """
+    spec = str(spec)   # a Path, too
     return _judge_kind(spec).make(spec, cfg)
 
 # %% ../../nbs/judging/judges.ipynb #b04fd6df

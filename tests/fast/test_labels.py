@@ -11,7 +11,7 @@ from alpaca_farm.boards.agreement import verdicts_of_judges
 from alpaca_farm.boards.text import taste_scorer, word_scorer
 from alpaca_farm.data.pairs import PAIR_FIELDS
 from alpaca_farm.judging.duels import check_drawn
-from alpaca_farm.judging.judges import read_recorded, RecordedLabels
+from alpaca_farm.judging.judges import load_annotators, read_recorded, RecordedLabels
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.labelling import MethodDuels
 
@@ -102,3 +102,12 @@ def test_a_missing_verdict_is_left_out_of_group_wins():
         return [np.nan if {p['output_1'], p['output_2']} == open_ else 1.5 for p in pairs]
     answers = [dict(instruction='q', input='', output=text) for text in 'axyz']
     assert group_wins(answers, judge) == [.5]*4
+
+
+def test_files_may_be_named_by_a_path(tmp_path):
+    file = tmp_path/'labels.json'
+    tiny.write(file, [dict(PAIR, preference=2, annotator='x')])
+    assert load_annotators(file, None)([PAIR]) == [2.]
+    sets = load_sets([file])
+    assert [*sets] == ['labels']
+    assert [*recorded_verdicts(file, '', sets)] == [('labels', 'x')]
