@@ -415,6 +415,7 @@ class RecordedLabels:
         self.name = name
         self.labels = {}
         for r in rows:
+            if r['preference'] is None: continue   # as `annotate_pairs` writes no label
             for pair, label in (r, r['preference']), (swap_outputs(r), 3 - r['preference']):
                 self.labels.setdefault(pair_texts(pair), []).append(label)
 

@@ -6,6 +6,7 @@ import pytest
 
 import tiny
 from alpaca_farm import decide
+from alpaca_farm.annotators import annotate_pairs
 from alpaca_farm.auto_annotations import alpaca_leaderboard
 from alpaca_farm.boards.agreement import verdicts_of_judges
 from alpaca_farm.boards.text import taste_scorer, word_scorer
@@ -111,3 +112,10 @@ def test_files_may_be_named_by_a_path(tmp_path):
     sets = load_sets([file])
     assert [*sets] == ['labels']
     assert [*recorded_verdicts(file, '', sets)] == [('labels', 'x')]
+
+
+def test_labels_of_a_judge_who_left_some_out_are_recorded_labels():
+    def unsure(pairs): return [np.nan if 'a' in p.values() else 2. for p in pairs]
+    pairs = [PAIR, dict(PAIR, output_1='b', output_2='c')]
+    found = RecordedLabels(annotate_pairs(pairs, unsure))(pairs)
+    assert np.isnan(found[0]) and not np.isnan(found[1])
