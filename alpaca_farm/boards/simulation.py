@@ -85,7 +85,7 @@ def _correlations(tables: dict, seed: int) -> dict[str, float]:
         if len(kept) > 2 and len(some['crowd']) > 2:
             r = spearman(known_mean(some['crowd'], 1), _mean_elsewhere(some['crowd']))
             interval = replicate_interval(r[:, None])
-            interval = interval._replace(high=min(interval.high, 1.))
+            interval = interval._replace(low=max(interval.low, -1.), high=min(interval.high, 1.))
             found |= interval.columns(f'spearman_elsewhere_crowd{end}')
         for a, b in combinations(_COLUMNS, 2):
             if len(kept) < 3: continue

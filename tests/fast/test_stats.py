@@ -75,3 +75,12 @@ def test_a_missing_verdict_leaves_a_method_in_the_simulation(replicates, rng):
 def test_differences_that_do_not_vary_are_not_clear(values):
     "Neither of two or three worlds nor of three requests: they say nothing of others."
     assert stats.compare_all(dict(lead=values))['lead'].holm == 1
+
+
+def test_the_interval_of_a_correlation_lies_within_its_bounds():
+    "Of three worlds with different orders."
+    orders = np.array([[1.5, 1.6, 1.7], [1.5, 1.7, 1.6], [1.7, 1.55, 1.5]])
+    tables = dict(names=['sft', 'a', 'b'])
+    for column in ('simulated', 'transfer', 'crowd'): tables[column] = orders[:, None]
+    found = simulation._correlations(tables, 0)
+    assert found['spearman_elsewhere_crowd_low'] == -1
