@@ -152,7 +152,7 @@ def _separation(differences) -> dict:
         freedom = replicates - 1
         return 1 - nctdtr(freedom, replicates**.5*2/sd, stdtrit(freedom, .975))
     needed = 2
-    while power(needed) < .8: needed += 1
+    while sd and power(needed) < .8: needed += 1   # without a spread, two are enough
     return found | dict(spread_of_differences=sd, replicates_for_2_points=needed)
 
 

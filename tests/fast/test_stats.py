@@ -84,3 +84,9 @@ def test_the_interval_of_a_correlation_lies_within_its_bounds():
     for column in ('simulated', 'transfer', 'crowd'): tables[column] = orders[:, None]
     found = simulation._correlations(tables, 0)
     assert found['spearman_elsewhere_crowd_low'] == -1
+
+
+def test_worlds_without_a_spread_of_differences_end_in_no_error():
+    "As where a judge finds all answers equal."
+    found = simulation._method_differences(np.full((2, 9, 2), 1.5), ['sft', 'a'])
+    assert simulation._separation(found)['replicates_for_2_points'] == 2
