@@ -228,7 +228,8 @@ def test_votes_given_elsewhere_take_the_schedule_on(tmp_path):
         (tmp_path/'votes.json').write_text(json.dumps(rows))
         cfg = duel_settings(tmp_path, labels=str(tmp_path/'votes.json'))
     labelling.run(cfg)
-    assert read_summary(cfg.out)['best'] == cfg.methods[2]
+    summary = read_summary(cfg.out)
+    assert [summary[k] for k in ('best', 'labels', 'people')] == [cfg.methods[2], 20, 1]
     labels = load_records(cfg.out, 'preferences', 'preference')
     assert len(labels) == 20 and {r['annotator'] for r in labels} == {'Cy'}
     rows[0]['output_1'] += 'y'
