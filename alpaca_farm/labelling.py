@@ -17,7 +17,7 @@ from .ask.store import request_key, Store
 from .data.dialogues import prompt_key, prompt_text
 from .data.pairs import common_prompts, hash_uniform, match_prompts
 from .data.pairs import pair_uniform, text_key
-from .data.records import load_records
+from .data.records import load_records, without_label
 from .judging.duels import check_drawn, Design, duel_records, Duels, explain_duels
 from .judging.duels import hold_duels, number_answers, pair_table
 from .judging.judges import load_pairs, read_recorded, RecordedLabels
@@ -201,10 +201,6 @@ class LabellingQueue:
         return bool(made)
 
 # %% ../nbs/labelling.ipynb #a34d724e
-_VERDICT_FIELDS = ('preference', 'votes', 'status', 'was_cancelled', 'annotator', 'price', 'time',
-                   'raw', 'flipped', 'expected')
-
-
 def _own_order(answer):
     "Turn a preference in the order shown into one in the pair's own order."
     return 3 - answer['preference'] if answer['swapped'] else answer['preference']
@@ -222,8 +218,7 @@ def person_labels(
     rows = []
     for pair, answer in zip(pairs, _person_answers(store, pairs, person)):
         if not answer or not answer['preference']: continue
-        row = {k: v for k, v in pair.items() if k not in _VERDICT_FIELDS}
-        rows.append(row | dict(
+        rows.append(without_label(pair) | dict(
             preference=_own_order(answer), annotator=person, time=answer['seconds'],
             shown_first=1 + answer['swapped']))
     return rows

@@ -119,3 +119,12 @@ def test_labels_of_a_judge_who_left_some_out_are_recorded_labels():
     pairs = [PAIR, dict(PAIR, output_1='b', output_2='c')]
     found = RecordedLabels(annotate_pairs(pairs, unsure))(pairs)
     assert np.isnan(found[0]) and not np.isnan(found[1])
+
+
+def test_a_judge_takes_the_place_of_people_who_discarded_their_votes(tmp_path):
+    "And of what they said, and took."
+    def second(pairs): return [2.]*len(pairs)
+    old = dict(PAIR, status='discarded', votes=dict(x=1), judge='x', price_per_example=9.)
+    rows = annotate_pairs([old], second, both_orders=True)
+    assert read_recorded(tiny.write(tmp_path/'labels.json', rows))[0].keys() == {
+        *PAIR_FIELDS, 'preference', 'annotator', 'orders'}
