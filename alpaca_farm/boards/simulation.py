@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from ..judging.stats import holm, known_mean, p_value, replicate_interval
-from ..judging.stats import spearman, spearman_interval
+from ..judging.stats import spearman, spearman_interval, stack_replicates
 from ..run.runs import write_csv
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
@@ -44,7 +44,7 @@ def paired_tables(
         for by in judged:
             own = by.get(judge, by['crowd'])
             rows.append(np.stack([own[run] for run in runs], 1))
-        tables[column] = np.stack(rows)
+        tables[column] = stack_replicates(rows)
     return tables
 
 

@@ -90,3 +90,19 @@ def test_worlds_without_a_spread_of_differences_end_in_no_error():
     "As where a judge finds all answers equal."
     found = simulation._method_differences(np.full((2, 9, 2), 1.5), ['sft', 'a'])
     assert simulation._separation(found)['replicates_for_2_points'] == 2
+
+
+def test_replicates_may_have_different_numbers_of_requests(rng):
+    "As where prompts are left out that are too long: each counts the requests that it has."
+    judged = []
+    for requests in (50, 47):
+        own = dict(sft=np.full(requests, 1.5), a=1.6 + .1*rng.normal(size=requests))
+        own |= dict(a_crowd=own['a'])
+        judged.append(dict(crowd=own, pool=own))
+    tables = simulation.paired_tables(judged, dict(a='a_crowd'))
+    gap = 100*np.mean([by['crowd']['a'].mean() for by in judged]) - 150
+    found = simulation._method_differences(tables['crowd'], tables['names']).iloc[0]
+    assert found.difference == pytest.approx(gap)
+    table = simulation._simulation_table(tables, 0).set_index('method')
+    assert table.crowd['a'] == pytest.approx(50 + gap)
+    assert not table.isna().any(axis=None)
