@@ -16,6 +16,7 @@ import numpy as np
 from .ask.client import ApiConfig
 from .data.dialogues import full_instruction
 from .data.pairs import pair_uniform, shown_swapped
+from .data.records import without_label
 from .data.shown import request_text
 from .judging.judges import api_clients, ask_annotators, check_all_answered
 from .judging.judges import check_known_names, JudgedConfig, load_annotators
@@ -123,7 +124,7 @@ def annotate_pairs(
     shown = [[] for _ in members]   # their pairs
     for pair, coin in zip(pairs, by_coin):
         who = draw_annotator(pool, pair, seed)
-        row = dict(pair, preference=None, annotator=annotator_name(members[who]))
+        row = without_label(pair) | dict(preference=None, annotator=annotator_name(members[who]))
         rows.append(row)
         if pair['output_1'] == pair['output_2']: row['preference'] = 1.5
         elif coin:   # of the pair: it names the same answer in either order

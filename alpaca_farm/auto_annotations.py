@@ -32,6 +32,8 @@ def _records_of(data) -> list[dict]:
         if not isinstance(row, dict):
             raise ValueError(f'row {i} is a {type(row).__name__}: no record')
         if 'instruction' not in row: raise ValueError(f'row {i}: the field instruction is missing')
+        if isinstance(row.get('output'), (tuple, np.ndarray)):   # as a Parquet file gives lists
+            rows[i] = row = row | dict(output=list(row['output']))
         if not isinstance(row.get('output', ''), (str, list)):
             raise ValueError(f'row {i}: the output is {row["output"]!r}, and not a text')
         if row.get('input') != row.get('input'): rows[i] = row | dict(input='')   # a missing one

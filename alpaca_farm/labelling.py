@@ -17,11 +17,11 @@ from .ask.store import request_key, Store
 from .data.dialogues import prompt_key, prompt_text
 from .data.pairs import common_prompts, hash_uniform, match_prompts
 from .data.pairs import pair_uniform, text_key
-from .data.records import load_records
+from .data.records import load_records, without_label
 from .judging.duels import check_drawn, Design, duel_records, Duels, explain_duels
 from .judging.duels import hold_duels, number_answers, pair_table
 from .judging.judges import load_pairs, read_recorded, RecordedLabels
-from .judging.label_files import last_votes
+from .judging.label_files import last_votes, name_voter
 from .judging.stats import wilson
 from .run.files import digest
 from .run.paths import at_root
@@ -201,10 +201,6 @@ class LabellingQueue:
         return bool(made)
 
 # %% ../nbs/labelling.ipynb #a34d724e
-_VERDICT_FIELDS = ('preference', 'votes', 'status', 'was_cancelled', 'annotator', 'price', 'time',
-                   'raw', 'flipped', 'expected')
-
-
 def _own_order(answer):
     "Turn a preference in the order shown into one in the pair's own order."
     return 3 - answer['preference'] if answer['swapped'] else answer['preference']
@@ -222,8 +218,7 @@ def person_labels(
     rows = []
     for pair, answer in zip(pairs, _person_answers(store, pairs, person)):
         if not answer or not answer['preference']: continue
-        row = {k: v for k, v in pair.items() if k not in _VERDICT_FIELDS}
-        rows.append(row | dict(
+        rows.append(without_label(pair) | dict(
             preference=_own_order(answer), annotator=person, time=answer['seconds'],
             shown_first=1 + answer['swapped']))
     return rows
@@ -459,15 +454,17 @@ def run(cfg: LabellingConfig):
         skipped += sum(answer['preference'] is None for answer in answers if answer)
     folder = start(cfg, run, reads=(digest(rows, skipped, waiting),))   # other labels, another folder
     if folder.done: return folder
-    folder.write('preferences.json', rows + elsewhere)
+    given = rows + elsewhere
+    folder.write('preferences.json', given)
     best = _write_duels(folder, duels, found, waiting) if cfg.methods else ''
     summary = _person_summary(rows)
     first = summary['first'].columns('first') if summary['first'] else {}
     equal = sum(p['output_1'] == p['output_2'] for p in pairs)
-    people = len({r['annotator'] for r in rows})
-    print(f'{len(rows)} labels by {people} people on {len(pairs)} pairs, of which {equal} have '
+    people = len(set(map(name_voter, given)))
+    ties = sum(r['preference'] == 1.5 for r in given)
+    print(f'{len(given)} labels by {people} people on {len(pairs)} pairs, of which {equal} have '
           'equal answers and need none')
-    folder.finish(pairs=len(pairs), equal=equal, labels=len(rows), ties=summary['ties'],
+    folder.finish(pairs=len(pairs), equal=equal, labels=len(given), ties=ties,
                   skipped=skipped, people=people, best=best, waiting=len(waiting),
                   seconds_per_label=summary['seconds'], **first)
     return folder

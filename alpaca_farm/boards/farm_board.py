@@ -22,6 +22,7 @@ from ..data.records import load_records
 from ..judging.judges import api_clients
 from ..judging.pools import answer_preferences
 from ..judging.stats import FEWEST_LABELS, known_mean, replicate_interval
+from ..judging.stats import stack_replicates
 from ..run.files import read_json
 from ..run.paths import at_root
 from ..run.runs import read_summary, recipes, write_csv, write_figure
@@ -260,7 +261,8 @@ def parts_table(
         for answers, world, reference in zip(replicates, worlds, sft):
             own = match_prompts(answers[row], answers['sft'])
             gains.append(_mark_means(own, world) - reference)
-        difference, low, high = replicate_interval(np.stack(gains), seed=seed)
+        all_gains = stack_replicates(gains)
+        difference, low, high = replicate_interval(all_gains, known_mean, seed=seed)
         tables.append(pd.DataFrame(dict(
             method=row, part=gains[0].columns, difference=difference, low=low, high=high)))
     return pd.concat(tables, ignore_index=True)

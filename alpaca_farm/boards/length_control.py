@@ -53,7 +53,8 @@ def _difficulty(
     preferences,   # (M, N) of models by requests, nan without a label
     length_terms,  # (M, N) of `length_term`
 ) -> np.ndarray | None:  # (N,) with mean 0 and standard deviation 1
-    "Estimate how hard requests are at equal length; None below five models whose labels differ."
+    """Estimate how hard requests are at equal length; None below five models whose labels differ,
+    or if all requests are equally hard."""
     from scipy.sparse import lil_array
     p = np.asarray(preferences, dtype=float)
     informative = np.nanstd(p, axis=1) > 1e-9
@@ -68,7 +69,7 @@ def _difficulty(
     x = x.tocsr()
     spread = np.r_[np.full(M, _LEVEL_SD), np.full(M, _LENGTH_SD), np.ones(N)]
     ease = _logistic(x, p[model, instruction] - 1, spread)[2*M:]
-    return (ease.mean() - ease)/ease.std()
+    return (ease.mean() - ease)/ease.std() if ease.std() > 1e-6 else None
 
 # %% ../../nbs/boards/length_control.ipynb #107babe1
 def _sandwich_error(x, y, beta, spread, at) -> float:

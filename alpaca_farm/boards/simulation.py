@@ -11,7 +11,7 @@ from itertools import combinations
 import numpy as np
 
 from ..judging.stats import holm, known_mean, p_value, replicate_interval
-from ..judging.stats import spearman, spearman_interval
+from ..judging.stats import spearman, spearman_interval, stack_replicates
 from ..run.runs import write_csv
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
@@ -44,7 +44,7 @@ def paired_tables(
         for by in judged:
             own = by.get(judge, by['crowd'])
             rows.append(np.stack([own[run] for run in runs], 1))
-        tables[column] = np.stack(rows)
+        tables[column] = stack_replicates(rows)
     return tables
 
 
@@ -85,7 +85,7 @@ def _correlations(tables: dict, seed: int) -> dict[str, float]:
         if len(kept) > 2 and len(some['crowd']) > 2:
             r = spearman(known_mean(some['crowd'], 1), _mean_elsewhere(some['crowd']))
             interval = replicate_interval(r[:, None])
-            interval = interval._replace(high=min(interval.high, 1.))
+            interval = interval._replace(low=max(interval.low, -1.), high=min(interval.high, 1.))
             found |= interval.columns(f'spearman_elsewhere_crowd{end}')
         for a, b in combinations(_COLUMNS, 2):
             if len(kept) < 3: continue
@@ -152,7 +152,7 @@ def _separation(differences) -> dict:
         freedom = replicates - 1
         return 1 - nctdtr(freedom, replicates**.5*2/sd, stdtrit(freedom, .975))
     needed = 2
-    while power(needed) < .8: needed += 1
+    while sd and power(needed) < .8: needed += 1   # without a spread, two are enough
     return found | dict(spread_of_differences=sd, replicates_for_2_points=needed)
 
 

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'DISCARDED', 'LISTS', 'find_file', 'read_text', 'unique_fields', 'read_rows', 'check_record',
-           'is_true', 'is_discarded', 'check_records', 'load_rows', 'kind_of', 'read_all', 'each_once', 'load_records',
-           'without_lists', 'each_answer', 'candidate_pair', 'distinct', 'select_candidates', 'merge_candidates']
+           'without_label', 'is_true', 'is_discarded', 'check_records', 'load_rows', 'kind_of', 'read_all', 'each_once',
+           'load_records', 'without_lists', 'each_answer', 'candidate_pair', 'distinct', 'select_candidates',
+           'merge_candidates']
 
 # %% ../../nbs/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -18,8 +19,9 @@ from psutil import virtual_memory
 
 from .dialogues import check_messages, naming, prompt_key, prompt_messages, SYSTEM
 from .dialogues import with_system
-from .formats import as_records, check_whole, FIELDS, finite_number
-from .formats import known_formats, notice, parse_columns, SAY_CODE, TRUTH
+from .formats import ANNOTATOR_FIELDS, as_records, check_whole, FIELDS
+from .formats import finite_number, known_formats, notice, parse_columns
+from .formats import SAY_CODE, TRUTH
 from .pairs import answer_of, ENDED, is_preference
 from .shown import describe_columns
 from ..run.paths import at_root, looks_like_hub, missing_path
@@ -331,6 +333,15 @@ def check_record(
 
 # %% ../../nbs/data/records.ipynb #7c2e5b90
 DISCARDED = 'votes were discarded by the people who gave them'
+_OF_A_LABEL = (   # what a label is, who gave it, and what it cost
+    *ANNOTATOR_FIELDS, 'preference', 'votes', 'win2_prob', 'status', 'was_cancelled', 'orders',
+    'price', 'time', 'raw', 'price_per_example', 'time_per_example', 'raw_completion', 'flipped',
+    'expected')
+
+
+def without_label(pair: dict) -> dict:
+    "Leave out of a pair what was said of it before, and by whom."
+    return {name: value for name, value in pair.items() if name not in _OF_A_LABEL}
 
 
 def is_true(value) -> bool:

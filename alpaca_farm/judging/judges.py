@@ -415,6 +415,7 @@ class RecordedLabels:
         self.name = name
         self.labels = {}
         for r in rows:
+            if r['preference'] is None: continue   # as `annotate_pairs` writes no label
             for pair, label in (r, r['preference']), (swap_outputs(r), 3 - r['preference']):
                 self.labels.setdefault(pair_texts(pair), []).append(label)
 
@@ -544,6 +545,7 @@ def load_annotators(
       cfg : settings of the run; settings of an endpoint that it lacks have their defaults
     Returns: a judge, or a pool
     """
+    spec = str(spec)   # a Path, too
     return _judge_kind(spec).make(spec, cfg)
 
 # %% ../../nbs/judging/judges.ipynb #b04fd6df

@@ -114,7 +114,7 @@ def _votes_of(record, row, where):
 # %% ../../nbs/judging/label_files.ipynb #a2ded2af
 def _short_name(spec):
     "Shorten the name of a file or of `module:name`."
-    name = Path(spec.rpartition(':')[2]).name
+    name = Path(str(spec).rpartition(':')[2]).name
     for suffix in FILE_SUFFIXES: name = name.removesuffix(suffix)
     return name.strip('*_')
 
@@ -183,6 +183,7 @@ def label_files(spec: str) -> list[str]:
 # %% ../../nbs/judging/label_files.ipynb #b83b7fc7
 def load_sets(specs: list[str]) -> dict[str, list[dict]]:
     "Read the labelled pairs of sets, by a short name, or the full name if that is not unique."
+    specs = list(map(str, specs))   # Paths, too
     names = [_short_name(spec) for spec in specs]
     sets = {}
     for name, spec in zip(names, specs):

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FEWEST_LABELS', 'plain', 'mean', 'known_mean', 'mean_figures', 'standard_error', 'sigmoid', 'win_rate', 'Interval',
-           'bootstrap_draws', 'bootstrap', 'replicate_interval', 'holm', 'p_value', 'Comparison', 'compare_all',
-           'wilson', 'win_rate_interval', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement',
-           'variance', 'bias', 'two_votes_agree', 'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n',
+           'bootstrap_draws', 'bootstrap', 'stack_replicates', 'replicate_interval', 'holm', 'p_value', 'Comparison',
+           'compare_all', 'wilson', 'win_rate_interval', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode',
+           'agreement', 'variance', 'bias', 'two_votes_agree', 'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n',
            'kl_best_of_n_estimate', 'tilted_weights']
 
 # %% ../../nbs/judging/stats.ipynb #d9759c10
@@ -144,6 +144,20 @@ def bootstrap(
     return Interval(plain(value), plain(low), plain(high))
 
 # %% ../../nbs/judging/stats.ipynb #80053a3b
+def stack_replicates(
+    tables: list,  # (requests, ...) of each replicate, of which some may have fewer requests
+) -> np.ndarray:   # (replicates, requests, ...), filled with nan; average it by `known_mean`
+    """Stack the tables of replicates.
+
+    Parameters:
+      tables : (requests, ...) of each replicate, of which some may have fewer requests
+    Returns: (replicates, requests, ...), filled with nan; average it by `known_mean`
+    """
+    full = np.full((len(tables), max(map(len, tables)), *np.shape(tables[0])[1:]), np.nan)
+    for own, table in zip(full, tables): own[:len(table)] = table
+    return full
+
+
 def replicate_interval(
     values,             # (R, N, ...): replicates, requests
     statistic=np.mean,  # f(sample, axis)

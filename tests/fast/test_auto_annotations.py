@@ -142,3 +142,10 @@ def test_a_gap_in_a_data_frame_is_an_empty_input():
         frame = frame.astype(object)
         frame.loc[0, 'input'] = gap
         assert [r['input'] for r in _records_of(frame)] == ['', 'c']
+
+
+def test_a_data_frame_from_parquet_has_arrays_of_outputs(tmp_path):
+    import pandas as pd
+    rows = [dict(instruction='a', input='', output=['b', 'cc'])]
+    pd.DataFrame(rows).to_parquet(tmp_path/'samples.parquet')
+    assert _records_of(pd.read_parquet(tmp_path/'samples.parquet')) == rows

@@ -228,7 +228,8 @@ def test_votes_given_elsewhere_take_the_schedule_on(tmp_path):
         (tmp_path/'votes.json').write_text(json.dumps(rows))
         cfg = duel_settings(tmp_path, labels=str(tmp_path/'votes.json'))
     labelling.run(cfg)
-    assert read_summary(cfg.out)['best'] == cfg.methods[2]
+    summary = read_summary(cfg.out)
+    assert [summary[k] for k in ('best', 'labels', 'people')] == [cfg.methods[2], 20, 1]
     labels = load_records(cfg.out, 'preferences', 'preference')
     assert len(labels) == 20 and {r['annotator'] for r in labels} == {'Cy'}
     rows[0]['output_1'] += 'y'
@@ -262,3 +263,15 @@ def test_a_label_after_others_were_dropped_from_the_store_is_the_last(tmp_path):
     queue.record_label(i, swapped, 2.)
     said = {r['instruction']: r['preference'] for r in labels(page, pairs)}
     assert said[pairs[i]['instruction']] == own_order(pairs[i], 2.)
+
+
+def test_labels_are_of_who_gave_them_whoever_a_file_has_named(tmp_path):
+    "Two people who labelled a judge's pairs counted as one vote of the judge."
+    pairs = [dict(p, judge='gpt-4', annotator_id=7) for p in drawn(3)]
+    rows = []
+    for person in ('Ann', 'Bob'):
+        page = page_of(pairs, tmp_path/'a.sqlite', person)
+        while page.pair: page.press_key('1')
+        rows += labels(page, pairs, person)
+    (read,) = load_sets([tiny.write(tmp_path/'labels.json', rows)]).values()
+    assert [{*p['votes']} for p in read] == [{'Ann', 'Bob'}]*3

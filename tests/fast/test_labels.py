@@ -6,12 +6,13 @@ import pytest
 
 import tiny
 from alpaca_farm import decide
+from alpaca_farm.annotators import annotate_pairs
 from alpaca_farm.auto_annotations import alpaca_leaderboard
 from alpaca_farm.boards.agreement import verdicts_of_judges
 from alpaca_farm.boards.text import taste_scorer, word_scorer
 from alpaca_farm.data.pairs import PAIR_FIELDS
 from alpaca_farm.judging.duels import check_drawn
-from alpaca_farm.judging.judges import read_recorded, RecordedLabels
+from alpaca_farm.judging.judges import load_annotators, read_recorded, RecordedLabels
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.labelling import MethodDuels
 
@@ -125,3 +126,28 @@ def test_a_missing_verdict_is_left_out_of_group_wins():
         return [np.nan if {p['output_1'], p['output_2']} == open_ else 1.5 for p in pairs]
     answers = [dict(instruction='q', input='', output=text) for text in 'axyz']
     assert group_wins(answers, judge) == [.5]*4
+
+
+def test_files_may_be_named_by_a_path(tmp_path):
+    file = tmp_path/'labels.json'
+    tiny.write(file, [dict(PAIR, preference=2, annotator='x')])
+    assert load_annotators(file, None)([PAIR]) == [2.]
+    sets = load_sets([file])
+    assert [*sets] == ['labels']
+    assert [*recorded_verdicts(file, '', sets)] == [('labels', 'x')]
+
+
+def test_labels_of_a_judge_who_left_some_out_are_recorded_labels():
+    def unsure(pairs): return [np.nan if 'a' in p.values() else 2. for p in pairs]
+    pairs = [PAIR, dict(PAIR, output_1='b', output_2='c')]
+    found = RecordedLabels(annotate_pairs(pairs, unsure))(pairs)
+    assert np.isnan(found[0]) and not np.isnan(found[1])
+
+
+def test_a_judge_takes_the_place_of_people_who_discarded_their_votes(tmp_path):
+    "And of what they said, and took."
+    def second(pairs): return [2.]*len(pairs)
+    old = dict(PAIR, status='discarded', votes=dict(x=1), judge='x', price_per_example=9.)
+    rows = annotate_pairs([old], second, both_orders=True)
+    assert read_recorded(tiny.write(tmp_path/'labels.json', rows))[0].keys() == {
+        *PAIR_FIELDS, 'preference', 'annotator', 'orders'}

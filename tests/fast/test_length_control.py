@@ -39,3 +39,11 @@ def test_five_models_show_the_difficulty_but_not_four_and_the_reference_itself()
     votes[0] = 3.
     with pytest.raises(ValueError, match='row 0'):
         board(votes)
+
+
+def test_requests_that_are_equally_hard_leave_the_difficulty_out():
+    "As two requests on each of which three of six models win."
+    votes = 1 + np.eye(2)[[0, 1]*3]
+    board = lc.length_controlled(votes, np.full((6, 2), 9), [9, 9], list('abcdef'))
+    assert {*board.difficulty} == {'no'}
+    assert board.length_controlled_winrate.tolist() == pytest.approx([50]*6)

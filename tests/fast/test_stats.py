@@ -75,3 +75,34 @@ def test_a_missing_verdict_leaves_a_method_in_the_simulation(replicates, rng):
 def test_differences_that_do_not_vary_are_not_clear(values):
     "Neither of two or three worlds nor of three requests: they say nothing of others."
     assert stats.compare_all(dict(lead=values))['lead'].holm == 1
+
+
+def test_the_interval_of_a_correlation_lies_within_its_bounds():
+    "Of three worlds with different orders."
+    orders = np.array([[1.5, 1.6, 1.7], [1.5, 1.7, 1.6], [1.7, 1.55, 1.5]])
+    tables = dict(names=['sft', 'a', 'b'])
+    for column in ('simulated', 'transfer', 'crowd'): tables[column] = orders[:, None]
+    found = simulation._correlations(tables, 0)
+    assert found['spearman_elsewhere_crowd_low'] == -1
+
+
+def test_worlds_without_a_spread_of_differences_end_in_no_error():
+    "As where a judge finds all answers equal."
+    found = simulation._method_differences(np.full((2, 9, 2), 1.5), ['sft', 'a'])
+    assert simulation._separation(found)['replicates_for_2_points'] == 2
+
+
+def test_replicates_may_have_different_numbers_of_requests(rng):
+    "As where prompts are left out that are too long: each counts the requests that it has."
+    judged = []
+    for requests in (50, 47):
+        own = dict(sft=np.full(requests, 1.5), a=1.6 + .1*rng.normal(size=requests))
+        own |= dict(a_crowd=own['a'])
+        judged.append(dict(crowd=own, pool=own))
+    tables = simulation.paired_tables(judged, dict(a='a_crowd'))
+    gap = 100*np.mean([by['crowd']['a'].mean() for by in judged]) - 150
+    found = simulation._method_differences(tables['crowd'], tables['names']).iloc[0]
+    assert found.difference == pytest.approx(gap)
+    table = simulation._simulation_table(tables, 0).set_index('method')
+    assert table.crowd['a'] == pytest.approx(50 + gap)
+    assert not table.isna().any(axis=None)
