@@ -241,7 +241,7 @@ class PPOConfig(OnlineConfig):
     value_learning_rate: Amount = by_size(1e-3, 1e-5)  # peak learning rate of the value model
     learning_rate: Amount = by_size(5e-4, 1e-6)  # peak learning rate of the policy
     lr_schedule: Schedule = 'constant'     # how the learning rate falls
-    adam_eps: Amount = 1e-5                # AdamW's epsilon
+    adam_eps: Scale = 1e-5                 # AdamW's epsilon
 
     def __post_init__(self):
         super().__post_init__()
