@@ -78,7 +78,7 @@ BAD_ALONE = dict(   # by notebook: values that are bad whatever the other settin
              seed=10**30, device='gpu'),
     reward_model=dict(flip_rate=.5, margin=-1., held_out=0, likelihood=-1.),
     quark=dict(num_quantiles=1, temperature=0., kl_coef=math.nan),
-    sft=dict(adam_eps=0.),
+    sft=dict(adam_eps=0.), real=dict(temperature=-1.),
     ppo=dict(group_size=1, reward_model=[], ensemble='median', annotators='open_pol', adam_eps=0.),
     rrhf=dict(k=1, decoding='diverse', rrhf_weight=-1, candidates='no/such/file.json'),
     rlcd=dict(method='rlhf', temperature=0, samples=__file__, task='wrold'),
