@@ -449,6 +449,10 @@ class HardwareConfig(Config):
                              'smallest numbers. Take bfloat16')
         if self.quantize and not self.lora_rank:
             raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well')
+        for name in ('lora_alpha', 'lora_targets'):
+            if self.lora_rank or name not in self.changed(): continue
+            raise ValueError(f'{name} = {getattr(self, name)}: without lora_rank all weights are '
+                             'trained; set lora_rank as well')
 
 # %% ../../nbs/run/settings.ipynb #1818f4d0
 @dataclass

@@ -109,6 +109,7 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(eval_every=3, early_stopping_patience=2), 'load_best_model_at_end'),
         (dict(out=202410), '-r out')],
     reward_model=[(dict(margin=1., margin_field='gap'), 'margin_field')],
+    sft=[(dict(lora_targets='q_proj'), 'lora_rank'), (dict(lora_alpha=8.), 'lora_rank')],
     quark=[(dict(num_quantiles=9, rollouts=8), 'cannot be cut')],
     ppo=[
         (dict(advantage='rloo', group_size=5), 'multiple'),
