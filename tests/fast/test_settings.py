@@ -110,6 +110,7 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(out=202410), '-r out')],
     reward_model=[(dict(margin=1., margin_field='gap'), 'margin_field')],
     sft=[(dict(lora_targets='q_proj'), 'lora_rank'), (dict(lora_alpha=8.), 'lora_rank')],
+    best_of_n=[(dict(system='Be brief.'), 'column `system`')],
     quark=[(dict(num_quantiles=9, rollouts=8), 'cannot be cut')],
     ppo=[
         (dict(advantage='rloo', group_size=5), 'multiple'),
