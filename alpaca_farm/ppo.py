@@ -399,7 +399,7 @@ def experience(
         differ = has_spread(totals.view(-1, cfg.group_size), 1)
         figures['frac_reward_zero_std'] = 1 - differ.float().mean()
         learned = response * differ.repeat_interleave(cfg.group_size, 0)
-    else: advantages, _ = gae(rewards, old_values, response, cfg.gamma, cfg.lam)
+    else: advantages, _ = gae(rewards, old_values, response, cfg.gamma, cfg.lam if value else 1.)
     # 5. returns, which the value model learns
     if value:
         returns = advantages + old_values
