@@ -105,6 +105,9 @@ def places(base, tmp_path_factory):
     found['no_template'] = str(folder/'no_template')
     shutil.copytree(base/'sft'/'model', found['no_template'],
                     ignore=shutil.ignore_patterns('chat_template*'))
+    found['long_eval'] = str(folder/'long_eval')
+    shutil.copytree(base/'world', folder/'long_eval', ignore=shutil.ignore_patterns('model'))
+    tiny.write(folder/'long_eval'/'eval.json', FILES['long_prompt'])
     for name in ('real', 'long'):
         found[f'{name}_data'] = tiny.splits(folder/f'{name}_data', FILES[name])
     return found
@@ -131,6 +134,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('ppo', dict(data='{no_val}', annotators=POOL), 'val_split'),
     ('binary_feedback', dict(data='{no_val}', annotators=POOL), 'val_split'),
     ('expert_iteration', dict(data='{no_eval}'), 'eval_split'),
+    ('expert_iteration', dict(data='{long_eval}'), 'Set max_prompt'),
     ('sft', dict(data='{real}'), 'real.json is one file'),
     ('best_of_n', dict(policy='{annotators}'), 'there is no model'),
     ('reward_model', dict(max_length=LENGTH + 1), 'max_length'),
