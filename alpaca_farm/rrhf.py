@@ -32,7 +32,7 @@ from .run.settings import Amount, as_list, by_size, Count, MODEL, Named, Positiv
 from .run.settings import Reads, Schedule, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, end_turns, load_splits
 from .train.answers import sample, SampleConfig
-from .train.preflight import preflight, settle
+from .train.preflight import preflight, settle, try_setting
 from .train.trainer import batches, step_seed, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
@@ -478,6 +478,8 @@ def train(cfg: RRHFConfig, run: Run):
     reward_of = None
     if cfg.reward_model: reward_of = reward(cfg.reward_model, cfg, cfg.template)
     preflight(cfg, asked, policy, reward=reward_of)
+    if cfg.perplexity_model:   # which is read again at the end
+        try_setting(cfg, 'perplexity_model', load_policy, cfg.perplexity_model, cfg)
     def loss(batch): return rrhf_step(policy, batch, cfg)
 
     order = _step_order(queries, tokenizer, cfg)

@@ -166,6 +166,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('binary_feedback', dict(preferences='{all_ties}', held_out=4), 'held_out = 4'),
     # candidates
     ('rrhf', dict(reward_model=''), 'score is None'),
+    ('rrhf', dict(perplexity_model='{reward_model}'), 'perplexity_model = '),
     ('rrhf', dict(candidates='{text}'), 'text.json'),
     ('rrhf', dict(candidates='{mixed}'), 'mixed.json'),
     ('rrhf', dict(candidates='{one_ended}'), 'one_ended.json'),
