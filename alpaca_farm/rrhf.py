@@ -17,7 +17,7 @@ import torch
 from .data.records import distinct, each_answer, LISTS, load_records
 from .data.records import merge_candidates, select_candidates, without_lists
 from .data.text import collate, control_tokens, decode, encode_prompts
-from .data.text import encode_responses, within_limit
+from .data.text import encode_responses, position_limit, within_limit
 from .judging.stats import mean
 from .model.beams import beam_search
 from .model.loading import load_tokenizer
@@ -409,7 +409,8 @@ def perplexities(policy: Policy, texts: list[str]) -> list[float]:  # one for ea
     if first is None: first = tokenizer.eos_token_id
     texts = [text.replace('\n', ' ') or ' ' for text in texts]
     rows = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)['input_ids']
-    rows = [row or [first] for row in rows]   # a tokenizer may have no token for a space
+    longest = min(position_limit(policy) - 1, max(map(len, rows), default=0))   # that can be read
+    rows = [row[:longest] or [first] for row in rows]   # a tokenizer may have no token for a space
     sums = response_logprobs(policy, [[first]] * len(rows), rows)
     lengths = torch.tensor([len(row) for row in rows])
     return (-sums / lengths).exp().tolist()
