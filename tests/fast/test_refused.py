@@ -108,6 +108,10 @@ def places(base, tmp_path_factory):
     found['long_eval'] = str(folder/'long_eval')
     shutil.copytree(base/'world', folder/'long_eval', ignore=shutil.ignore_patterns('model'))
     tiny.write(folder/'long_eval'/'eval.json', FILES['long_prompt'])
+    found['short_sighted'] = str(folder/'short_sighted')   # reads short answers alone
+    shutil.copytree(base/'reward_model'/'model', folder/'short_sighted')
+    config = json.loads((folder/'short_sighted'/'config.json').read_text())
+    tiny.write(folder/'short_sighted'/'config.json', config | dict(max_position_embeddings=38))
     for name in ('real', 'long'):
         found[f'{name}_data'] = tiny.splits(folder/f'{name}_data', FILES[name])
     return found
@@ -227,6 +231,8 @@ for name in ('sft', 'dpo', 'binary_feedback', 'rrhf'):
     REFUSED.append((name, dict(max_length=LENGTH + 1), 'max_length'))
 for name in ONLINE:
     REFUSED.append((name, dict(reward_model=f'{HERE}:broken'), f'{HERE}:broken'))
+for name in ('ppo', 'quark', 'best_of_n'):
+    REFUSED.append((name, dict(reward_model='{short_sighted}'), 'reward_model = '))
 for name in TASKS:
     REFUSED.append(('rlcd', dict(task=f'{{task_{name}}}'), f'task_{name}.yaml'))
 
