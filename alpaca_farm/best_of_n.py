@@ -85,6 +85,9 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
         super().__post_init__()
         if bool(self.policy) == bool(self.served):
             raise ValueError('name one model: in policy, or in served, with policy empty')
+        if self.system and not self.served:
+            raise ValueError('system is sent to a served model alone: for a policy, put it into a '
+                             'column `system` of the data')
         if self.reference and (self.served or self.samples or self.reward_model):
             raise ValueError(f'reference = {self.reference}: the KL is of samples that policy '
                              'draws here, without a choice: leave served, samples and '

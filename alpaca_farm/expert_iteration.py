@@ -22,8 +22,8 @@ from .run.progress import tell
 from .run.runs import makes_run, Run
 from .run.settings import Amount, by_size, Count, HardwareConfig, Named, Positive, Reads
 from .run.settings import Samples, Scale, Several, SizedModel, TrainConfig
-from .train.answers import answer_eval_split, AnswerConfig, load_split, load_splits
-from .train.answers import sample_answers, SampleConfig
+from .train.answers import answer_eval_split, AnswerConfig, fitting_prompts, load_split
+from .train.answers import load_splits, sample_answers, SampleConfig
 from .train.preflight import settle
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
@@ -134,6 +134,7 @@ def train(cfg: ExpertIterationConfig, run: Run):
         tell(f'max_instances {each}: {len(asked)} requests in {cfg.rounds} rounds')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, asked[:cfg.max_instances], answered=answered, sampled=True)
+    for records in answered: fitting_prompts(records, tokenizer, cfg)   # refuses a low max_prompt
     run.load()
     run.config['steps'] = cfg.rounds
     run.write('config.json', run.config)

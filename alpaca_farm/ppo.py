@@ -240,7 +240,7 @@ class PPOConfig(OnlineConfig):
     value_learning_rate: Amount = by_size(1e-3, 1e-5)  # peak learning rate of the value model
     learning_rate: Amount = by_size(5e-4, 1e-6)  # peak learning rate of the policy
     lr_schedule: Schedule = 'constant'     # how the learning rate falls
-    adam_eps: Amount = 1e-5                # AdamW's epsilon
+    adam_eps: Scale = 1e-5                 # AdamW's epsilon
 
     def __post_init__(self):
         super().__post_init__()
@@ -398,7 +398,7 @@ def experience(
         differ = has_spread(totals.view(-1, cfg.group_size), 1)
         figures['frac_reward_zero_std'] = 1 - differ.float().mean()
         learned = response * differ.repeat_interleave(cfg.group_size, 0)
-    else: advantages, _ = gae(rewards, old_values, response, cfg.gamma, cfg.lam)
+    else: advantages, _ = gae(rewards, old_values, response, cfg.gamma, cfg.lam if value else 1.)
     # 5. returns, which the value model learns
     if value:
         returns = advantages + old_values

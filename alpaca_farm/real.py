@@ -29,7 +29,7 @@ from .model.logprobs import load_policy
 from .run.files import read_json, read_yaml
 from .run.paths import at_root, module_of, notebooks_folder, root
 from .run.runs import makes_run, Run
-from .run.settings import MODEL, Positive, Reads, Share
+from .run.settings import MODEL, Positive, Reads, Scale, Share
 from .train.answers import fitting_prompts, sample_answers, SampleConfig
 from .train.trainer import in_chunks
 from .worlds.folder import check_sizes, write_world
@@ -326,7 +326,7 @@ class RealConfig(SampleConfig):
       sizes : YAML file of settings by run; empty: nbs/recipes/real.yaml (default: )
       label_flip : share of the pool's labels that are flipped (default: 0.1)
       n : answers to each plain topic (default: 4)
-      temperature : of these answers (default: 0.8)
+      temperature : of these answers, above 0 (default: 0.8)
       max_prompt : tokens of a prompt (default: 96)
       max_new_tokens : tokens of an answer (default: 56)
       seed : random seed; runs that differ in nothing else are replicates (default: 0)
@@ -338,7 +338,7 @@ class RealConfig(SampleConfig):
     sizes: Annotated[str, Reads(role='outside')] = ''
     label_flip: Share = .1          # share of the pool's labels that are flipped
     n: Positive = 4                 # answers to each plain topic
-    temperature: float = .8         # of these answers
+    temperature: Scale = .8         # of these answers, above 0
     max_prompt: Positive = 96       # tokens of a prompt
     max_new_tokens: Positive = 56   # tokens of an answer
 

@@ -15,8 +15,8 @@ import torch
 
 from .data.records import distinct, each_answer, LISTS, load_records
 from .data.records import merge_candidates, select_candidates, without_lists
-from .data.text import collate, decode, encode_prompts, encode_responses, prompt_lengths
-from .data.text import within_limit
+from .data.text import collate, decode, encode_prompts, encode_responses
+from .data.text import position_limit, prompt_lengths, within_limit
 from .judging.stats import mean
 from .model.beams import beam_search
 from .model.loading import load_tokenizer
@@ -31,7 +31,7 @@ from .run.settings import Amount, as_list, by_size, Count, MODEL, Named, Positiv
 from .run.settings import Schedule, Several, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, end_turns, load_splits
 from .train.answers import sample, SampleConfig
-from .train.preflight import preflight, settle
+from .train.preflight import preflight, settle, try_setting
 from .train.trainer import batches, step_seed, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
@@ -407,7 +407,8 @@ def perplexities(policy: Policy, texts: list[str]) -> list[float]:  # one for ea
     if first is None: first = tokenizer.eos_token_id
     texts = [text.replace('\n', ' ') or ' ' for text in texts]
     rows = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)['input_ids']
-    rows = [row or [first] for row in rows]   # a tokenizer may have no token for a space
+    longest = min(position_limit(policy) - 1, max(map(len, rows), default=0))   # that can be read
+    rows = [row[:longest] or [first] for row in rows]   # a tokenizer may have no token for a space
     sums = response_logprobs(policy, [[first]] * len(rows), rows)
     lengths = torch.tensor([len(row) for row in rows])
     return (-sums / lengths).exp().tolist()
@@ -476,6 +477,8 @@ def train(cfg: RRHFConfig, run: Run):
     reward_of = None
     if cfg.reward_model: reward_of = reward(cfg.reward_model, cfg, cfg.template)
     preflight(cfg, asked, policy, reward=reward_of)
+    if cfg.perplexity_model:   # which is read again at the end
+        try_setting(cfg, 'perplexity_model', load_policy, cfg.perplexity_model, cfg)
     def loss(batch): return rrhf_step(policy, batch, cfg)
 
     order = _step_order(queries, tokenizer, cfg)

@@ -17,6 +17,7 @@ from packaging.version import Version
 from transformers.trainer_callback import TrainerCallback
 
 from .data.dialogues import as_messages, bare_prompt, full_instruction, prompt_key
+from .data.dialogues import without_thoughts
 from .data.records import load_records
 from .data.text import end_tokens
 from .judging.judges import folder_function, load_annotators, request_settings
@@ -134,7 +135,8 @@ def read_completions(
             record = dict(instruction=prompt[0]['content'])
         else: record = dict(messages=prompt)
         text = completion if isinstance(completion, str) else completion[-1]['content']
-        text = text.strip().rstrip('\ufffd').rstrip()   # the first bytes of a letter that was cut
+        text = without_thoughts(text).strip()
+        text = text.rstrip('\ufffd').rstrip()   # the first bytes of a letter that was cut
         record |= dict(input='', output=text)
         if completion_ids is not None:
             last = completion_ids[k][-1:]

@@ -461,6 +461,10 @@ class HardwareConfig(Config):
                              'smallest numbers. Take bfloat16')
         if self.quantize and not self.lora_rank:
             raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well')
+        for name in ('lora_alpha', 'lora_targets'):
+            if self.lora_rank or name not in self.changed(): continue
+            raise ValueError(f'{name} = {getattr(self, name)}: without lora_rank all weights are '
+                             'trained; set lora_rank as well')
 
 # %% ../../nbs/run/settings.ipynb #1818f4d0
 @dataclass
@@ -489,7 +493,7 @@ class TrainConfig(HardwareConfig):
     micro_batch_size: Count = 0      # examples per forward pass; 0: as many as fit
     weight_decay: Amount = 0.0       # AdamW's weight decay, on matrices only
     betas: Betas = field(default_factory=lambda: [0.9, 0.95])  # AdamW's betas
-    adam_eps: Amount = 1e-8          # AdamW's epsilon
+    adam_eps: Scale = 1e-8           # AdamW's epsilon
     max_grad_norm: Amount = 1.0      # gradients are clipped to this norm
     checkpoint_every: Positive = 50  # steps, or ten minutes, between checkpoints
     save_total_limit: Annotated[Count, ASIDE] = 0  # newest folders model-<step>/ to keep; 0 for all

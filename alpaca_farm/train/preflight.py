@@ -171,6 +171,22 @@ def _two_answers(policy: Policy, records: list[dict], cfg: PromptConfig) -> list
     return [answer, dict(answer, output=prompt_text(record))]
 
 
+def _longest_answer(
+    policy: Policy,
+    records: list[dict],
+    lengths: list[int],   # tokens of the records' prompts
+    cfg: PromptConfig,
+) -> dict:
+    "Put an answer as long as a sample can be behind the longest prompt that is answered."
+    tokenizer = policy.tokenizer
+    fit = [n if n <= cfg.max_prompt else 0 for n in lengths]
+    record = records[fit.index(max(fit))]
+    words = ' '.join(['the']*cfg.max_new_tokens)
+    ids, = encode_responses([words], tokenizer, False, cfg.template, [record])
+    text = decode(ids[:cfg.max_new_tokens - 1], tokenizer, cfg.template, record) or '.'
+    return dict(prompt_fields(record), output=text, ended=True)
+
+
 def preflight(
     cfg: PromptConfig,
     splits: list[list[dict]],     # records that the run will answer, as of `load_splits`
@@ -190,11 +206,14 @@ def preflight(
     if not splits: return
     answered = cfg.max_prompt + control + cfg.max_new_tokens
     check_positions(policy, answered, 'max_prompt + max_new_tokens')
+    lengths = []   # of prompts, by split
     for records in splits:
         prompts = encode_prompts(records, policy.tokenizer, cfg.template)
-        lengths = prompt_lengths(prompts, policy.tokenizer)
-        check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
+        lengths.append(prompt_lengths(prompts, policy.tokenizer))
+        check_limit(lengths[-1], cfg.max_prompt, 'prompts', 'max_prompt')
     answer, other = _two_answers(policy, splits[0], cfg)
-    if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
+    if reward:   # which may read fewer tokens than the policy
+        longest = _longest_answer(policy, splits[0], lengths[0], cfg)
+        try_setting(cfg, 'reward_model', reward, [answer, other, longest])
     def compare(): return with_verdict(preferences_over([answer], [other], judge))
     if judge: once(try_setting, cfg, 'annotators', compare)

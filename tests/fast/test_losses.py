@@ -179,7 +179,7 @@ def brute_advantages(kind, rewards, size):
 @pytest.mark.parametrize('kind', ['reinforce++', *GROUPS])
 def test_advantages_without_a_value_model(base, models, kind, average):
     "From the penalties of the tokens and the scores, and what each token weighs in the loss."
-    cfg = config(base, kind, kl_coef=.3, whiten_advantages=False, average=average)
+    cfg = config(base, kind, kl_coef=.3, whiten_advantages=False, average=average, lam=.5)
     batch = rollout(models, cfg)
     scores = torch.arange(16.).cos()
     reference = moved(models.policy)

@@ -105,6 +105,13 @@ def places(base, tmp_path_factory):
     found['no_template'] = str(folder/'no_template')
     shutil.copytree(base/'sft'/'model', found['no_template'],
                     ignore=shutil.ignore_patterns('chat_template*'))
+    found['long_eval'] = str(folder/'long_eval')
+    shutil.copytree(base/'world', folder/'long_eval', ignore=shutil.ignore_patterns('model'))
+    tiny.write(folder/'long_eval'/'eval.json', FILES['long_prompt'])
+    found['short_sighted'] = str(folder/'short_sighted')   # reads short answers alone
+    shutil.copytree(base/'reward_model'/'model', folder/'short_sighted')
+    config = json.loads((folder/'short_sighted'/'config.json').read_text())
+    tiny.write(folder/'short_sighted'/'config.json', config | dict(max_position_embeddings=38))
     for name in ('real', 'long'):
         found[f'{name}_data'] = tiny.splits(folder/f'{name}_data', FILES[name])
     return found
@@ -131,6 +138,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('ppo', dict(data='{no_val}', annotators=POOL), 'val_split'),
     ('binary_feedback', dict(data='{no_val}', annotators=POOL), 'val_split'),
     ('expert_iteration', dict(data='{no_eval}'), 'eval_split'),
+    ('expert_iteration', dict(data='{long_eval}'), 'Set max_prompt'),
     ('sft', dict(data='{real}'), 'real.json is one file'),
     ('best_of_n', dict(policy='{annotators}'), 'there is no model'),
     ('reward_model', dict(max_length=LENGTH + 1), 'max_length'),
@@ -162,6 +170,7 @@ REFUSED = [   # a notebook, some of its settings, and the name that the error mu
     ('binary_feedback', dict(preferences='{all_ties}', held_out=4), 'held_out = 4'),
     # candidates
     ('rrhf', dict(reward_model=''), 'score is None'),
+    ('rrhf', dict(perplexity_model='{reward_model}'), 'perplexity_model = '),
     ('rrhf', dict(candidates='{text}'), 'text.json'),
     ('rrhf', dict(candidates='{mixed}'), 'mixed.json'),
     ('rrhf', dict(candidates='{one_ended}'), 'one_ended.json'),
@@ -222,6 +231,8 @@ for name in ('sft', 'dpo', 'binary_feedback', 'rrhf'):
     REFUSED.append((name, dict(max_length=LENGTH + 1), 'max_length'))
 for name in ONLINE:
     REFUSED.append((name, dict(reward_model=f'{HERE}:broken'), f'{HERE}:broken'))
+for name in ('ppo', 'quark', 'best_of_n'):
+    REFUSED.append((name, dict(reward_model='{short_sighted}'), 'reward_model = '))
 for name in TASKS:
     REFUSED.append(('rlcd', dict(task=f'{{task_{name}}}'), f'task_{name}.yaml'))
 

@@ -11,6 +11,7 @@ from alpaca_farm import rrhf
 from alpaca_farm.data.records import LISTS
 from alpaca_farm.data.text import collate, decode, encode_responses
 from alpaca_farm.model.logprobs import load_policy, logprobs
+from alpaca_farm.model.policy import Policy
 from alpaca_farm.rrhf import rrhf_batch, rrhf_step, RRHFConfig
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, read_summary, Run
@@ -196,3 +197,10 @@ def test_perplexity(models):
             logits = models.policy.model(torch.tensor([ids])).logits[0]
         logp = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
         assert ppl == pytest.approx(math.exp(-logp.mean().item()), rel=1e-4)
+
+
+def test_perplexity_is_of_what_the_model_can_read():
+    policy = Policy(tiny.family('gpt2', vocab_size=260), tiny.letters())
+    text = 'ab'*100   # of 200 tokens; there are positions for 128 with the first one
+    whole, cut = rrhf.perplexities(policy, [text, text[:127]])
+    assert whole == pytest.approx(cut)

@@ -78,7 +78,8 @@ BAD_ALONE = dict(   # by notebook: values that are bad whatever the other settin
              seed=10**30, device='gpu'),
     reward_model=dict(flip_rate=.5, margin=-1., held_out=0, likelihood=-1., out='runs/a:b'),
     quark=dict(num_quantiles=1, temperature=0., kl_coef=math.nan),
-    ppo=dict(group_size=1, reward_model=[], ensemble='median', annotators='open_pol'),
+    sft=dict(adam_eps=0.), real=dict(temperature=-1.),
+    ppo=dict(group_size=1, reward_model=[], ensemble='median', annotators='open_pol', adam_eps=0.),
     rrhf=dict(k=1, decoding='diverse', rrhf_weight=-1, candidates='no/such/file.json'),
     rlcd=dict(method='rlhf', temperature=0, samples=__file__, task='wrold'),
     binary_feedback=dict(method='thumbs', held_out=0),
@@ -109,6 +110,8 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(eval_every=3, early_stopping_patience=2), 'load_best_model_at_end'),
         (dict(out=202410), '-r out')],
     reward_model=[(dict(margin=1., margin_field='gap'), 'margin_field')],
+    sft=[(dict(lora_targets='q_proj'), 'lora_rank'), (dict(lora_alpha=8.), 'lora_rank')],
+    best_of_n=[(dict(system='Be brief.'), 'column `system`')],
     quark=[(dict(num_quantiles=9, rollouts=8), 'cannot be cut')],
     ppo=[
         (dict(advantage='rloo', group_size=5), 'multiple'),

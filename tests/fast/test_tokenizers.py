@@ -320,6 +320,12 @@ def test_thoughts_are_no_part_of_an_answer(family, opened, text, shown):
         assert decode(ids, tokenizer, 'raw') == text
 
 
+def test_a_reward_for_trl_reads_no_thoughts():
+    from alpaca_farm.with_trl import read_completions
+    said = ['<think>hm</think>\n\nYes.', 'hm</think>\n\nYes.', '<think>hm', 'Yes.']
+    assert [r['output'] for r in read_completions(['Hi?']*4, said)] == ['Yes.', 'Yes.', '', 'Yes.']
+
+
 NEWLINE = """{% for m in messages %}<|{{ m.role }}|>
 {{ m.content }}</s>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
