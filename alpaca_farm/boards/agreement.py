@@ -28,8 +28,8 @@ from ..judging.prompts import model_kind
 from ..judging.stats import one_hot_votes, vote_mode
 from ..run.paths import at_root
 from ..run.progress import Progress
-from ..run.runs import ensure_inputs, run_config, start, write_csv, write_figure
-from ..run.settings import command, Count, Reads
+from ..run.runs import ensure_inputs, makes_run, Run, run_config, write_csv, write_figure
+from ..run.settings import Count, Reads
 
 # %% ../../nbs/boards/agreement.ipynb #8b8bfc52
 SETS = ['runs/world/labelled.json']
@@ -303,33 +303,36 @@ _SUMMARISED = ('n', 'n_decided', 'n_agreement', 'n_unanswered', 'accuracy', 'dec
                'probability', 'agreement', 'consistency', 'first', 'longer')
 
 
-def run(cfg: AgreementConfig):
-    "Measure judges against people and write their board."
+def _label_files(cfg: AgreementConfig) -> list[str]:
+    "Make what the settings name, and find the files of labels and verdicts in it."
     ensure_inputs(cfg)
     reads = []
     for spec in cfg.sets: reads += label_files(spec)
     for judge in cfg.judges: reads.append(str(label_file(judge.partition('#')[0]) or judge))
-    this_run = start(cfg, run, tuple(reads))
-    if this_run.done: return this_run
+    return reads
+
+
+@makes_run(AgreementConfig, reads=_label_files)
+def run(cfg: AgreementConfig, run: Run):
+    "Measure judges against people and write their board."
     sets = load_sets(cfg.sets)
     for s in sets: sets[s] = sets[s][:cfg.max_instances or None]
     judged = verdicts_of_judges(cfg.judges, sets, cfg)
-    this_run.load()
+    run.load()
     show = Progress('measuring', len(judged) + len(sets))
     table = agreement_board(sets, judged, cfg.draws, cfg.seed, show)
-    write_csv(this_run, 'leaderboard.csv', table)
-    write_figure(this_run, 'leaderboard.png', _agreement_figure(table))
+    write_csv(run, 'leaderboard.csv', table)
+    write_figure(run, 'leaderboard.png', _agreement_figure(table))
     summary = {}
     for step, row in enumerate(table.to_dict('records'), 1):
         row = {k: v for k, v in row.items() if v == v}   # without nan
-        this_run.log(step, **row)
+        run.log(step, **row)
         for k in _SUMMARISED:
             if k in row: summary[f'{row["set"]}_{row["judge"]}_{k}'] = row[k]
         if row['judge'] == 'people' and row['n_agreement'] < row['n']:
             print(f'{row["set"]}: {row["n_agreement"]} of {row["n"]} pairs have two votes or '
                   'more; agreement is counted on these')
-    this_run.finish(**summary)
-    return this_run
+    return summary
 
 # %% ../../nbs/boards/agreement.ipynb #11ee3293
 def effective_judges(
@@ -344,6 +347,3 @@ def effective_judges(
     """
     errors = judges - people
     return float((errors**2).mean()/(errors.mean(0)**2).mean())
-
-# %% ../../nbs/boards/agreement.ipynb #94adb30a
-command(AgreementConfig, run)
