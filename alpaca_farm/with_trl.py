@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
+from packaging.version import Version
 from transformers.trainer_callback import TrainerCallback
 
 from .data.dialogues import as_messages, bare_prompt, full_instruction, prompt_key
@@ -35,16 +36,11 @@ from .worlds.folder import read_world, SPLITS, World
 OLDEST = '1.12.0'   # of TRL
 
 
-def _release(text: str) -> tuple[int, ...]:
-    "Return the numbers of a version, such as (1, 16, 0)."
-    return tuple(int(part) for part in re.findall(r'\d+', text)[:3])
-
-
 def check_trl():
     "Refuse with an ImportError a TRL that is older than `OLDEST`."
     try: found = version('trl')
     except PackageNotFoundError: return
-    if _release(found) < _release(OLDEST):
+    if Version(found).release < Version(OLDEST).release:
         raise ImportError(f'TRL {found} is too old: alpaca_farm.with_trl needs {OLDEST} or newer '
                           '(pip install -U trl)')
 
