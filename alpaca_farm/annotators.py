@@ -86,11 +86,6 @@ def flip_share(
     if is_population(annotators): return read_world(str(Path(annotators).parent)).label_flip
     return getattr(resolve(annotators), 'label_flip', 0.) if ':' in annotators else 0.
 
-# %% ../nbs/annotators.ipynb #ddf9e4f5
-def _coin_label(pair, seed):
-    "Label a pair by a fair coin, which names the same answer in either order."
-    return 1. + (pair_uniform(pair, seed, 'coin') >= .5)
-
 # %% ../nbs/annotators.ipynb #886867a0
 def _write_verdict(row: dict, verdict, seed: int, decide: bool):
     "Write a judge's label, and what it cost, into the row of its pair."
@@ -130,7 +125,8 @@ def annotate_pairs(
         row = dict(pair, preference=None, annotator=annotator_name(members[who]))
         rows.append(row)
         if pair['output_1'] == pair['output_2']: row['preference'] = 1.5
-        elif coin: row.update(preference=_coin_label(pair, seed), annotator='coin')
+        elif coin:   # of the pair: it names the same answer in either order
+            row.update(preference=1. + (pair_uniform(pair, seed, 'coin') >= .5), annotator='coin')
         else:
             asked[who].append(row)
             shown[who].append(pair)

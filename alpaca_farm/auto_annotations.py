@@ -41,12 +41,6 @@ def _records_of(data) -> list[dict]:
 _OLD_NAMES = dict(annotator_pool_v0='alpaca_farm', greedy_gpt4='alpaca_farm_greedy_gpt4',
                   test='text_davinci_003')   # of AlpacaFarm 0.1
 
-
-def _current_spec(name) -> str:
-    "Find today's specification of a judge, given an old or a current name."
-    name = str(name).removesuffix('/configs.yaml')
-    return _OLD_NAMES.get(name, name)
-
 # %% ../nbs/auto_annotations.ipynb #a7bb3944
 def _shown_pairs(rows: list[dict]) -> list[dict]:
     "Make the pairs that a judge sees of records; ValueError for a missing field or output."
@@ -86,7 +80,8 @@ class PairwiseAutoAnnotator:
         if caching_path != 'auto': api['store'] = str(caching_path)
         entries = [e for e in os.environ.get('ALPACA_FARM_MODELS', '').split(',') if '=' in e]
         entries += [f'{old}={new}' for old, new in (models or {}).items()]   # the last one counts
-        self.spec = _current_spec(annotators_config)
+        name = str(annotators_config).removesuffix('/configs.yaml')
+        self.spec = _OLD_NAMES.get(name, name)
         self.cfg = ApiConfig(models=entries, **api)
         self.pool = load_annotators(self.spec, self.cfg)
 
@@ -210,7 +205,7 @@ def alpaca_leaderboard(
     figures = leaderboard_row(preferences.tolist(), [len(r['output_2']) for r in rows])
     board = pd.DataFrame([figures], index=[name])
     if not is_print_metrics: return board
-    print(f'judged by {_current_spec(annotators_config)}:\n{board.round(2).to_string()}')
+    print(f'judged by {annotator.spec}:\n{board.round(2).to_string()}')
     if is_add_reference_methods:
         print('\npublished by AlpacaFarm, judged by its pool in 2023, '
               f'and therefore not comparable with the row above:\n{_PUBLISHED}')

@@ -306,15 +306,13 @@ def standard_marks(world: World, bank: list[dict]) -> tuple:
         mean[name] = np.mean(values)
         unit[name] = spread.std() if has_spread(spread) else 1.
 
-    def standardised(records):
-        marks = {}
-        for name, values in raw(records).items(): marks[name] = (values - mean[name])/unit[name]
-        return marks
+    def standardise(found):
+        return {name: (values - mean[name])/unit[name] for name, values in found.items()}
 
     on_bank = {}
-    for name, values in standardised(each_answer(bank)).items():
+    for name, values in standardise(of_bank).items():
         on_bank[name] = np.reshape(values, (len(bank), -1))
-    return standardised, on_bank
+    return lambda records: standardise(raw(records)), on_bank
 
 # %% ../nbs/overoptimization.ipynb #ef3597ee
 def foretell(
