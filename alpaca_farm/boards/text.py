@@ -99,13 +99,16 @@ def _pair_words(pairs: list[dict], features) -> tuple:
     return counter, (x[1::2] - x[::2]).tocsr()
 
 
-def _fit_weights(lead, pairs: list[dict], C: float) -> np.ndarray:
+_STRENGTH = .03   # inverse, of the penalty
+
+
+def _fit_weights(lead, pairs: list[dict]) -> np.ndarray:
     "Fit the weight of each feature (features,) by a logistic regression."
     from scipy.sparse import vstack
     from sklearn.linear_model import LogisticRegression
     second = np.array([p['preference'] > 1.5 for p in pairs])
     certainty = np.array([abs(2*p['preference'] - 3) for p in pairs])
-    model = LogisticRegression(C=C/2, fit_intercept=False, max_iter=300)
+    model = LogisticRegression(C=_STRENGTH/2, fit_intercept=False, max_iter=300)
     # in both orders, so that labels may be all for one place
     model.fit(vstack([lead, -lead]), np.r_[second, ~second], np.r_[certainty, certainty])
     return model.coef_[0]
@@ -114,14 +117,12 @@ def _fit_weights(lead, pairs: list[dict], C: float) -> np.ndarray:
 def word_scorer(
     pairs: list[dict],       # preference records; ties teach nothing
     kind=lambda record: '',  # record -> a name; words count by themselves and by this
-    C: float = .03,          # inverse strength of the penalty
 ):  # records -> scores (N,)
     """Learn scores of answers from labelled pairs by a logistic regression on words and lengths.
 
     Parameters:
       pairs : preference records; ties teach nothing
       kind : record -> a name; words count by themselves and by this
-      C : inverse strength of the penalty
     Returns: records -> scores (N,)
     """
     def features(record):
@@ -131,7 +132,7 @@ def word_scorer(
 
     pairs = [p for p in pairs if p['preference'] != 1.5]
     counter, lead = _pair_words(pairs, features)
-    weights = _fit_weights(lead, pairs, C)
+    weights = _fit_weights(lead, pairs)
     return lambda records: counter.transform(records) @ weights
 
 # %% ../../nbs/boards/text.ipynb #b931a122
@@ -148,7 +149,6 @@ def taste_scorer(
     pairs: list[dict],   # preference records; ties teach nothing
     opening,             # record -> the name of what its request begins with
     patterns: int = 3,   # in which openings differ
-    C: float = .03,      # inverse strength of the penalty
 ):  # records -> scores (N,)
     """Learn scores of answers by their words, where openings share a few patterns of taste.
 
@@ -156,7 +156,6 @@ def taste_scorer(
       pairs : preference records; ties teach nothing
       opening : record -> the name of what its request begins with
       patterns : in which openings differ
-      C : inverse strength of the penalty
     Returns: records -> scores (N,)
     """
     pairs = [p for p in pairs if p['preference'] != 1.5]
@@ -168,11 +167,11 @@ def taste_scorer(
 
     def place(table, records): return table[[row.get(opening(r), -1) for r in records]]
     # 1. by each opening
-    weights = _fit_weights(_crossed(lead, place(own, pairs)), pairs, C)
+    weights = _fit_weights(_crossed(lead, place(own, pairs)), pairs)
     by_opening = weights[lead.shape[1]:].reshape(len(known), lead.shape[1])
     # 2. their patterns, of mean square 1
     left, _, _ = np.linalg.svd(by_opening, full_matrices=False)
     places = own @ left[:, :patterns]*len(known)**.5
     # 3. by the places
-    weights = _fit_weights(_crossed(lead, place(places, pairs)), pairs, C)
+    weights = _fit_weights(_crossed(lead, place(places, pairs)), pairs)
     return lambda records: _crossed(counter.transform(records), place(places, records)) @ weights
