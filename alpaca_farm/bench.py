@@ -154,7 +154,7 @@ def world_checksum(
     Parameters:
       folder : of a world
     """
-    return digest([file_hash(at_root(folder)/f'{split}.json') for split in SPLITS])[:12]
+    return digest([file_hash(at_root(folder)/f'{split}.json') for split in SPLITS])
 
 
 def _frozen() -> dict:

@@ -20,7 +20,7 @@ from .boards.leaderboards import ANSWER_COLUMNS
 from .boards.regret import Beliefs, chances, draw_win_rates, judge_in_duels
 from .boards.regret import weigh_duels
 from .boards.text import TEXT_COLUMNS
-from .data.dialogues import prompt_key
+from .data.dialogues import bare_prompt, prompt_key
 from .data.pairs import match_prompts, output_texts, text_key
 from .data.records import each_answer, load_records
 from .farm import farm_jobs, farm_world, FarmConfig, judge_of_role, RUNS
@@ -188,8 +188,7 @@ def _judge_check(
 # %% ../nbs/decide.ipynb #0892bbef
 def _check_pair(answer: dict, sft: dict) -> dict:
     "Two answers of the policy, drawn to be labelled."
-    pair = {k: sft[k] for k in ('instruction', 'input', 'messages') if k in sft}
-    return pair | dict(
+    return bare_prompt(sft) | dict(
         output_1=output_texts(sft)[0],
         output_2=output_texts(answer)[0],
         generator_1='sft',

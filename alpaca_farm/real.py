@@ -87,11 +87,16 @@ def _long_words(text: str) -> set[str]:
     return {word.removesuffix('s')[:5] for word in _words(text) if len(word) > 2}
 
 # %% ../nbs/real.ipynb #814c4134
+def _topics() -> list[str]:
+    "The topics of all requests."
+    file = notebooks_folder()/'recipes'/'real_topics.txt'
+    return file.read_text(encoding='utf-8').strip().split('\n')
+
+
 @lru_cache(maxsize=1)
 def _topics_with() -> Counter:
     "In how many topics each long word occurs."
-    text = (notebooks_folder()/'recipes'/'real_topics.txt').read_text(encoding='utf-8')
-    return Counter(word for topic in text.strip().split('\n') for word in _long_words(topic))
+    return Counter(word for topic in _topics() for word in _long_words(topic))
 
 # %% ../nbs/real.ipynb #603981e8
 def is_about(record: dict) -> bool:
@@ -120,8 +125,7 @@ def kept(record: dict) -> float:
 # %% ../nbs/real.ipynb #70b52b2b
 def instructions() -> dict[str, list[dict]]:
     "Write the requests by split, and the `plain` requests, which set no condition."
-    text = (notebooks_folder()/'recipes'/'real_topics.txt').read_text(encoding='utf-8')
-    topics = text.strip().split('\n')
+    topics = _topics()
     training = [c for c in CONDITIONS if c not in NEW]
 
     def ask(topics, names):

@@ -414,14 +414,12 @@ def perplexities(policy: Policy, texts: list[str]) -> list[float]:  # one for ea
     return (-sums / lengths).exp().tolist()
 
 # %% ../nbs/rrhf.ipynb #b4f2d8e1
-def _answer_figures(run, reward_of=None) -> dict[str, float]:
+def _answer_figures(run, reward_of) -> dict[str, float]:
     "Measure the mean reward and the perplexity of a run's answers."
     cfg = run.cfg
     if not cfg.eval_split: return {}
     outputs = read_json(run.path('outputs.json'))
     figures = {}
-    if cfg.reward_model and not reward_of:
-        reward_of = reward(cfg.reward_model, cfg, cfg.template)
     if reward_of: figures['reward'] = mean(reward_of(outputs))
     if cfg.perplexity_model:
         reader = load_policy(cfg.perplexity_model, cfg)

@@ -8,7 +8,7 @@ __all__ = ['FIELDS', 'ANNOTATOR_FIELDS', 'OWN_FIELDS', 'READERS', 'CODES', 'SAY_
            'as_records']
 
 # %% ../../nbs/data/formats.ipynb #2d318e86
-import difflib, json, re
+import json, re
 from contextlib import suppress
 from functools import cache
 from math import isfinite, isnan
@@ -20,6 +20,7 @@ from .dialogues import without_space
 from .pairs import ENDED, hash_uniform, is_preference, plain_lines
 from .pairs import read_preference
 from ..run.paths import root
+from ..run.settings import did_you_mean
 
 # %% ../../nbs/data/formats.ipynb #4c74fe3f
 FIELDS = dict(
@@ -673,9 +674,8 @@ def parse_columns(columns: str) -> dict[str, str]:
             raise ValueError(f'columns = {columns!r}: the best rank is the lowest, and the '
                              'best score the highest. Turn the ranks round')
         if ours not in _known_fields():
-            near = difflib.get_close_matches(ours, _known_fields(), 1)
-            meant = f'; did you mean {near[0]!r}?' if near else ''
-            raise ValueError(f'columns = {columns!r}: nothing reads a field {ours!r}{meant}')
+            raise ValueError(f'columns = {columns!r}: nothing reads a field {ours!r}'
+                             f'{did_you_mean(ours, _known_fields())}')
         twice = ours if ours in names.values() else yours if yours in names else ''
         if twice: raise ValueError(f'columns = {columns!r}: {twice!r} is named twice')
         names[yours] = ours

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Count', 'Seed', 'Named', 'Positive', 'Several', 'Open', 'Amount', 'Share', 'Flips', 'Nucleus', 'Scale', 'Schedule',
            'Template', 'Arguments', 'Betas', 'ASIDE', 'SIZES', 'MODEL', 'Model', 'SizedModel', 'Pairs', 'Samples',
-           'Judge', 'Labels', 'Outside', 'as_list', 'Reads', 'Mark', 'Rows', 'as_type', 'resolve', 'folder_function',
-           'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config', 'HardwareConfig', 'TrainConfig',
-           'field_comments', 'explained', 'from_args', 'command']
+           'Judge', 'Labels', 'Outside', 'did_you_mean', 'as_list', 'Reads', 'Mark', 'Rows', 'as_type', 'resolve',
+           'folder_function', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config', 'HardwareConfig',
+           'TrainConfig', 'field_comments', 'explained', 'from_args', 'command']
 
 # %% ../../nbs/run/settings.ipynb #37bea490
 import argparse, ast, dataclasses, difflib, importlib, inspect, json, os, re, sys, traceback, typing
@@ -51,7 +51,7 @@ _STRICT = ConfigDict(allow_inf_nan=False)
 _checked_as = cache(partial(TypeAdapter, config=_STRICT))   # by annotation
 
 
-def _meant(name, known) -> str:
+def did_you_mean(name, known) -> str:
     "The known name nearest to another, as a question; empty if none is near."
     near = difflib.get_close_matches(str(name), map(str, known), 1)
     return f'. Did you mean {near[0]}?' if near else ''
@@ -132,7 +132,7 @@ def as_type(
                   f'-r {name} in place of -p, in YAML put it in quotes')
     kind = _without_marks(kind)
     known = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-    raise ValueError(f'{name} = {value!r}: {valid}{_meant(value, known)}')
+    raise ValueError(f'{name} = {value!r}: {valid}{did_you_mean(value, known)}')
 
 # %% ../../nbs/run/settings.ipynb #db840a00
 def _assigned(cell: str) -> list[str]:
@@ -216,7 +216,7 @@ def refuse_unknown(
     """
     for name in names:
         if name in known: continue
-        meant = _meant(name, known) or f'. It has: {", ".join(known)}'
+        meant = did_you_mean(name, known) or f'. It has: {", ".join(known)}'
         raise TypeError(f'{name} is not a setting of {owner}{meant}')
 
 # %% ../../nbs/run/settings.ipynb #fa0baf6e
