@@ -619,7 +619,7 @@ def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monk
         compare=dict(folders=[sft, samples], annotators=judge),
         agreement=dict(sets=[labels], judges=[judge]),
         overoptimization=dict(policy=sft, bank=samples, references=samples, proxies=[judge],
-                              policies=[sft], world=world),
+                              policies=[sft], world=world, max_new_tokens=12),
         bring_your_own=dict(model=sft, prompts=world, preferences=labels, judge=judge))
     given = tiny.settings(notebook, base) if notebook in tiny.SETTINGS else {}
     given |= sound.get(notebook, {})
