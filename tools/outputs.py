@@ -66,7 +66,8 @@ def execute(
     for cell in nb.cells:
         if 'parameters' in cell.metadata.get('tags', []):
             cell.source += ''.join(f'\n{name} = {value!r}' for name, value in given.items())
-    NotebookClient(nb, timeout=timeout, resources=dict(metadata=dict(path=str(root())))).execute()
+    where = dict(metadata=dict(path=str(root())))
+    NotebookClient(nb, timeout=timeout, resources=where, coalesce_streams=True).execute()
     nb.metadata.pop('widgets', None)   # bars and sliders that have gone, and their state
     view = 'application/vnd.jupyter.widget-view+json'
     for cell, source in zip(nb.cells, sources, strict=True):
