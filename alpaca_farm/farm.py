@@ -75,9 +75,13 @@ class FarmConfig(JudgedConfig):
         known = dict.fromkeys(row['method'] for row in RUNS.values() if row['method'])
         refuse_unknown('methods', self.methods, known)
         policy_names(self.policies, RUNS)
-        if self.runs == 'runs' and self.world != 'runs/world': self.runs = f'{self.world}_runs'
-        if self.runs != 'runs' and self.world == 'runs/world': self.world = f'{self.runs}/world'
-        if self.runs != 'runs' and self.out == 'runs/farm': self.out = f'{self.runs}/farm'
+        named = self.named   # a default that is named stays
+        if self.runs == 'runs' and self.world != 'runs/world' and 'runs' not in named:
+            self.runs = f'{self.world}_runs'
+        if self.runs != 'runs' and self.world == 'runs/world' and 'world' not in named:
+            self.world = f'{self.runs}/world'
+        if self.runs != 'runs' and self.out == 'runs/farm' and 'out' not in named:
+            self.out = f'{self.runs}/farm'
 
 # %% ../nbs/farm.ipynb #dec10860
 RUNS = {name: row for name, row in recipes().items() if row['farm']}
