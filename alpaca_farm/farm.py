@@ -13,6 +13,7 @@ from typing import Annotated
 
 import torch
 
+from .boards.corrected import read_people_labels
 from .boards.farm_board import farm_board, LABELLED_BY, ON_CROWD, parts_table
 from .boards.farm_board import write_boards
 from .boards.judged import policy_names, policy_job, short_names
@@ -332,6 +333,7 @@ def run(cfg: FarmConfig):
     check_run_folder(at_root(cfg.out))
     for role in ROLES:   # what cannot be loaded is refused before any run
         if getattr(cfg, role): load_annotators(getattr(cfg, role), cfg)
+    if cfg.labels: read_people_labels(cfg.labels)
     if not _makes_world(cfg): _board_judges(cfg, farm_world(cfg))
     began = time.monotonic()
     made, failed = _make_runs(cfg)

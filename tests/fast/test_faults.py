@@ -765,6 +765,14 @@ def test_runs_that_failed_now_are_not_on_the_board(tmp_path, monkeypatch):
     assert f'{tmp_path}/ppo_crowd' in made
 
 
+def test_a_farm_reads_labels_of_people_before_its_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(farm, '_make_runs', lambda cfg: pytest.fail('runs were made'))
+    write_json(tmp_path/'labels.json', [dict(instruction='a')])
+    cfg = farm.FarmConfig(runs=str(tmp_path), labels=str(tmp_path/'labels.json'))
+    with pytest.raises(ValueError, match='labels.json'):
+        farm.run(cfg)
+
+
 def test_null_for_a_notebook_leaves_its_runs_out(tmp_path):
     (tmp_path/'sizes.yaml').write_text('binary_feedback: null')
     found = farm.farm_jobs(farm.FarmConfig(size=str(tmp_path/'sizes.yaml')))
