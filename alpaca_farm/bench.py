@@ -143,7 +143,7 @@ def worlds_farm(cfg: BenchConfig, *methods: str) -> FarmConfig:
     size = cfg.size or str(notebooks_folder()/'recipes'/'bench.yaml')
     first = int(os.environ[_SECRET]) if cfg.hidden else _SEED
     return FarmConfig(runs=cfg.runs, seed=first, seeds=cfg.count, methods=['dpo', 'ppo', *methods],
-                      size=size, workers=cfg.workers)
+                      size=size, workers=cfg.workers, device=cfg.device, dtype=cfg.dtype)
 
 
 def world_checksum(
@@ -215,7 +215,7 @@ def method_jobs(cfg: BenchConfig) -> list[Job]:
         like = {Path(job.out).name: job for job in farm_jobs(farm, k)}[planned.run]
         own = dict(planned.settings)
         if planned.kind == 'policy':
-            own['policy'] = own['policy'].format(world=k)
+            own['policy'] = own['policy'].replace('{world}', str(k))
             own['reference'] = like.settings['policy']   # of its KL
         own['seed'] = like.settings['seed'] + cfg.seed
         out = f'{Path(like.out).parent}/{_run_name(cfg.method, cfg.settings, cfg.seed)}'

@@ -208,7 +208,8 @@ _SAMPLED = dict(base=1, references=1, sft_greedy=1, samples=2)   # samples of ea
 def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
     "Return the settings of the farm's runs, by name; None for what is not made."
     changed = cfg.changed()
-    prompted = {k: changed[k] for k in ('template', 'template_arguments') if k in changed}
+    common = 'device', 'dtype', 'template', 'template_arguments'
+    prompted = {k: changed[k] for k in common if k in changed}
     trained = prompted | {k: changed[k] for k in HardwareConfig.__annotations__ if k in changed}
     limits = dict(max_prompt=cfg.max_prompt, max_new_tokens=cfg.max_new_tokens)
     sampled = prompted | limits | dict(temperature=cfg.temperature)

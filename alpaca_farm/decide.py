@@ -86,8 +86,11 @@ class DecideConfig(JudgedConfig):
         super().__post_init__()
         if self.model and not (self.prompts and self.judge):
             raise ValueError(f'model = {self.model}: name prompts and judge as well')
+        if self.model and self.world != 'runs/world':
+            raise ValueError(f'world = {self.world}: with a model, the world is made of it')
+        if self.runs != 'runs' or 'runs' in self.named: return
         if self.model: self.runs = f'{self.out}_runs'
-        elif self.runs == 'runs' and self.world != 'runs/world': self.runs = f'{self.world}_runs'
+        elif self.world != 'runs/world': self.runs = f'{self.world}_runs'
 
 # %% ../nbs/decide.ipynb #dec1de08
 def _seed_farm(cfg: DecideConfig, k: int) -> FarmConfig:

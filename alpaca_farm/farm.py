@@ -13,6 +13,7 @@ from typing import Annotated
 
 import torch
 
+from .boards.corrected import read_people_labels
 from .boards.farm_board import farm_board, LABELLED_BY, ON_CROWD, parts_table
 from .boards.farm_board import write_boards
 from .boards.judged import policy_names, policy_job, short_names
@@ -75,9 +76,13 @@ class FarmConfig(JudgedConfig):
         known = dict.fromkeys(row['method'] for row in RUNS.values() if row['method'])
         refuse_unknown('methods', self.methods, known)
         policy_names(self.policies, RUNS)
-        if self.runs == 'runs' and self.world != 'runs/world': self.runs = f'{self.world}_runs'
-        if self.runs != 'runs' and self.world == 'runs/world': self.world = f'{self.runs}/world'
-        if self.runs != 'runs' and self.out == 'runs/farm': self.out = f'{self.runs}/farm'
+        named = self.named   # a default that is named stays
+        if self.runs == 'runs' and self.world != 'runs/world' and 'runs' not in named:
+            self.runs = f'{self.world}_runs'
+        if self.runs != 'runs' and self.world == 'runs/world' and 'world' not in named:
+            self.world = f'{self.runs}/world'
+        if self.runs != 'runs' and self.out == 'runs/farm' and 'out' not in named:
+            self.out = f'{self.runs}/farm'
 
 # %% ../nbs/farm.ipynb #dec10860
 RUNS = {name: row for name, row in recipes().items() if row['farm']}
@@ -328,6 +333,7 @@ def run(cfg: FarmConfig):
     check_run_folder(at_root(cfg.out))
     for role in ROLES:   # what cannot be loaded is refused before any run
         if getattr(cfg, role): load_annotators(getattr(cfg, role), cfg)
+    if cfg.labels: read_people_labels(cfg.labels)
     if not _makes_world(cfg): _board_judges(cfg, farm_world(cfg))
     began = time.monotonic()
     made, failed = _make_runs(cfg)

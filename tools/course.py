@@ -473,7 +473,7 @@ def main(words: list[str]):
         else:
             row, lines = grade(path)
             print(*lines, f'{total(row):.1f} of {whole} points', sep='\n')
-    except ValueError as e: sys.exit(f'{e}')
+    except (ValueError, OSError) as e: sys.exit(f'{e}')
 
 
 if __name__ == '__main__': main(sys.argv[1:])

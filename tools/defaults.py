@@ -119,4 +119,6 @@ def main(model: str, preferences: str, demonstrations: str, workers: str = '0'):
     print(by.mean(numeric_only=True).to_string(float_format='{:.4g}'.format))
 
 
-if __name__ == '__main__': main(*sys.argv[1:])
+if __name__ == '__main__':
+    if len(sys.argv) not in (4, 5): sys.exit('name MODEL, PREFERENCES and DEMONSTRATIONS')
+    main(*sys.argv[1:])

@@ -814,6 +814,13 @@ def take(self: Run):
 
 # %% ../../nbs/run/runs.ipynb #ac357d8f
 @patch
+def leave(self: Run):
+    "Release the folder's lock, whose file stays as if the process had been killed."
+    if self.lock: self.held.release(force=True)
+    self.lock = None
+
+
+@patch
 @written_once
 def begin(self: Run):
     "Prepare the folder for the first file."
@@ -891,8 +898,11 @@ def log(self: Run, step: int, **record):
 @patch
 @written_once
 def save(self: Run, **state):
-    "Write the checkpoint."
-    save_state(self.path('checkpoint/state.safetensors'), dict(state, elapsed=self.elapsed()))
+    "Write the checkpoint, and before it the log to the disk, which a power cut must not shorten."
+    path = self.path('checkpoint/state.safetensors')
+    if self.logged:
+        with open(self.path('log.jsonl'), 'a', encoding='utf-8') as f: os.fsync(f.fileno())
+    save_state(path, dict(state, elapsed=self.elapsed()))
 
 # %% ../../nbs/run/runs.ipynb #893acabe
 @patch
@@ -1050,7 +1060,9 @@ def makes_run(
         @wraps(make)
         def method_of_notebook(cfg: Config) -> Run:
             run = start(cfg, make, tuple(reads(cfg)), several)
-            if not run.done: run.finish(**make(cfg, run))
+            if run.done: return run
+            try: run.finish(**make(cfg, run))
+            finally: run.leave()   # a kernel goes on after an error or an interrupt
             return run
         command(settings, method_of_notebook)
         return method_of_notebook

@@ -7,7 +7,7 @@ __all__ = ['Count', 'Seed', 'Named', 'Positive', 'Several', 'Open', 'Amount', 'S
            'Template', 'Arguments', 'Betas', 'ASIDE', 'SIZES', 'MODEL', 'Model', 'SizedModel', 'Pairs', 'Samples',
            'Judge', 'Labels', 'Outside', 'did_you_mean', 'as_list', 'Reads', 'Mark', 'Rows', 'as_type', 'resolve',
            'folder_function', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config', 'HardwareConfig',
-           'TrainConfig', 'field_comments', 'explained', 'from_args', 'command']
+           'TrainConfig', 'check_parameters', 'field_comments', 'explained', 'from_args', 'command']
 
 # %% ../../nbs/run/settings.ipynb #37bea490
 import argparse, ast, dataclasses, difflib, importlib, inspect, json, os, re, sys, traceback, typing
@@ -124,6 +124,8 @@ def as_type(
       name : the setting
       kind : its annotation
     """
+    if isinstance(value, bool) and 'bool' not in str(_without_marks(kind)):
+        raise ValueError(f'{name} = {value}: this setting is not true or false')
     try: return _checked_as(kind).validate_python(_as_written(value, kind))
     except ValidationError as e: error = e.errors()[0]
     valid = re.sub('(Input|String) should', 'it must', error['msg'])
@@ -135,17 +137,25 @@ def as_type(
     raise ValueError(f'{name} = {value!r}: {valid}{did_you_mean(value, known)}')
 
 # %% ../../nbs/run/settings.ipynb #db840a00
+_DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+
+
 def _assigned(cell: str) -> list[str]:
-    "Names assigned at the top level of a cell; none if it is not Python."
+    "Names that a cell assigns, outside functions and classes; none if it is not Python."
     from IPython.core.inputtransformer2 import TransformerManager
-    try: body = ast.parse(TransformerManager().transform_cell(cell)).body
+    try: todo = ast.parse(TransformerManager().transform_cell(cell)).body
     except SyntaxError: return []
     names = []
-    for statement in body:
-        if isinstance(statement, ast.Assign): targets = statement.targets
-        elif isinstance(statement, ast.AnnAssign): targets = [statement.target]
-        else: continue
-        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    while todo:
+        node = todo.pop(0)
+        if isinstance(node, _DEFINITIONS): continue
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            todo += ast.iter_child_nodes(node)
+            continue
+        for target in getattr(node, 'targets', None) or [node.target]:
+            for part in ast.walk(target):   # of a tuple all names
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    names.append(part.id)
     return names
 
 # %% ../../nbs/run/settings.ipynb #09333460
@@ -321,10 +331,19 @@ class Config(_Given):
             for path in value if isinstance(value, list) else [value]: self.check_path(name, path)
 
     @classmethod
-    def read(cls, given: dict):
-        "Make settings of values; TypeError for an unknown name, ValueError for a bad value."
+    def read(cls,
+        given: dict,
+        named: list | None = None,  # those whose values count as the user's; None: all
+    ):
+        """Make settings of values; TypeError for an unknown name, ValueError for a bad value.
+
+        Parameters:
+          named : those whose values count as the user's; None: all
+        """
         refuse_unknown(cls.__name__, given, [f.name for f in fields(cls)])
-        return cls(**given)
+        self = cls.__new__(cls, **dict.fromkeys(given if named is None else named))
+        self.__init__(**given)
+        return self
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         "The settings as a notebook displays them; the parameters cell above shows the rest."
@@ -504,15 +523,27 @@ class TrainConfig(HardwareConfig):
             warnings.warn(f'learning_rate = {self.learning_rate}: AdamW hardly learns with that')
 
 # %% ../../nbs/run/settings.ipynb #bc831bf9
+def _refuse_whole(running: str):
+    "ValueError if IPython executes a whole notebook and keeps none of its cells: %run, ipython FILE."
+    from IPython import get_ipython
+    shell = get_ipython()
+    keeps = shell and shell.history_manager.enabled   # nbdev's shell keeps no cell
+    if 'collect' in running or not (running or keeps): return
+    raise ValueError('the settings of a notebook are known only if its cells are executed one by '
+                     'one: open it in Jupyter, or use papermill or python -m')
+
+
 @patch(cls_method=True)
 def collect(cls: Config, namespace: dict):
     "Take the settings of the newest parameters cell, and papermill's, from `globals()`."
+    *cells, running = namespace['In']
+    _refuse_whole(running)
     names = []
     injected = []
     lost = []   # injected above the settings, which take their place
-    for cell in namespace['In'][:-1]:   # the last is the running one
+    for cell in cells:
         assigned = _assigned(cell)
-        if cell.startswith('# Parameters') or assigned == ['out']:
+        if cell.startswith('# Parameters') or {*assigned} == {'out'}:
             injected += assigned
             lost = []
         elif 'out' in assigned:
@@ -523,10 +554,18 @@ def collect(cls: Config, namespace: dict):
         raise ValueError(f'{", ".join(lost)}: the settings below take the place of what you gave. '
                          'Give the cell that holds them the tag parameters, by which papermill '
                          'finds it')
-    given = {name: namespace[name] for name in names + injected}
-    cfg = cls.read(given)
-    cfg.named = {*injected, *cfg.changed()}   # the notebook's own cell repeats the defaults
+    given = {name: namespace[name] for name in names + injected if name in namespace}
+    cfg = cls.read(given, injected)   # the notebook's own cell repeats the defaults
+    cfg.named |= {*cfg.changed()}
     return cfg
+
+# %% ../../nbs/run/settings.ipynb #306b6a7b
+def check_parameters(namespace: dict):
+    "Give parameters, in `globals()`, the types that their cell says; TypeError for another name."
+    kinds = namespace['__annotations__']
+    for cell in namespace.get('In', []):
+        if cell.startswith('# Parameters'): refuse_unknown('this notebook', _assigned(cell), kinds)
+    for name, kind in kinds.items(): namespace[name] = as_type(name, namespace[name], kind)
 
 # %% ../../nbs/run/settings.ipynb #66461a70
 def field_comments(cls) -> dict[str, str]:
@@ -568,8 +607,9 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
     if sized_defaults(cls): parser.epilog = _BY_SIZE
     said = explained(cls)
     for name, kind in typing.get_type_hints(cls).items():
-        parser.add_argument(f'--{name}', nargs='*' if 'list' in str(kind) else None,
-                            metavar='VALUE', help=said[name].replace('%', '%%'))
+        several = dict(nargs='*', action='extend') if 'list' in str(kind) else {}
+        parser.add_argument(f'--{name}', metavar='VALUE', help=said[name].replace('%', '%%'),
+                            **several)
     return parser
 
 # %% ../../nbs/run/settings.ipynb #b07b17b4

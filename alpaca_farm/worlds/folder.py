@@ -19,7 +19,7 @@ from ..run.files import read_json, write_json
 from ..run.paths import at_root, looks_like_hub, missing_path, module_of
 from ..run.runs import recipes
 from ..run.settings import as_type, Config, folder_function, refuse_unknown, resolve
-from ..run.settings import Share
+from ..run.settings import Share, sized_defaults
 
 # %% ../../nbs/worlds/folder.ipynb #f01d0007
 VERSION = 1
@@ -86,24 +86,30 @@ def _check_judges(world: World, where: str):
 
 # %% ../../nbs/worlds/folder.ipynb #23b0c5fc
 @cache
-def _settings_of(notebook: str) -> list[str]:
-    "List the settings of a notebook, by the classes of its module."
-    names = []
+def _settings_of(notebook: str) -> dict:
+    "Return the types of the settings of a notebook, by the classes of its module."
+    kinds = {}
     for value in vars(import_module(module_of(notebook))).values():
         if not isinstance(value, type) or not issubclass(value, Config): continue
-        if value.__module__ == module_of(notebook): names += [f.name for f in fields(value)]
-    return names
+        if value.__module__ != module_of(notebook): continue
+        kinds |= typing.get_type_hints(value, include_extras=True)
+        for name in sized_defaults(value): kinds[name] |= None
+    return kinds
 
 
 def check_sizes(where: str, sizes: dict):
-    "Check that sizes are settings of runs or notebooks of the farm; TypeError for another name."
+    """Check that sizes are settings of runs or notebooks of the farm; TypeError for another name,
+    ValueError for a bad value."""
     farm = {name: row for name, row in recipes().items() if row['farm']}
     refuse_unknown(where, sizes, [*farm, *(row['notebook'] for row in farm.values())])
     for name, own in sizes.items():
         notebook = farm[name]['notebook'] if name in farm else name
         if not isinstance(own, dict | None):
             raise ValueError(f'{where}, {name}: {own!r} names no setting. Write it as setting: value')
-        refuse_unknown(f'{where}, {name}', own or {}, _settings_of(notebook))
+        kinds = _settings_of(notebook)
+        refuse_unknown(f'{where}, {name}', own or {}, kinds)
+        for setting, value in (own or {}).items():
+            as_type(f'{where}, {name}: {setting}', value, kinds[setting])
 
 # %% ../../nbs/worlds/folder.ipynb #b1f21109
 def _check_world(world: World):

@@ -45,6 +45,15 @@ def test_hidden_worlds_have_the_seed_of_the_environment(monkeypatch):
     assert '77' not in str(vars(cfg))
 
 
+def test_runs_have_the_dtype_that_is_asked_for_and_policies_any_folder(tmp_path):
+    for k in range(2):
+        (tmp_path/'a{b}'/str(k)).mkdir(parents=True)
+    method = str(tmp_path/'a{b}'/'{world}')
+    jobs = bench.method_jobs(bench.BenchConfig(method=method, worlds=2, dtype='bfloat16'))
+    assert [job.settings['policy'] for job in jobs] == [method.replace('{world}', k) for k in '01']
+    assert {job.settings['dtype'] for job in jobs} == {'bfloat16'}
+
+
 def test_the_first_word_of_the_command_is_the_method():
     cfg = from_args(BenchConfig, ['ipo', '--worlds', '4', '--settings', '{"beta": 0.1}'])
     assert (cfg.method, cfg.worlds, cfg.settings) == ('ipo', 4, dict(beta=.1))

@@ -78,6 +78,12 @@ def test_runs_choose_for_their_size_and_the_users_file_counts_before(base, mine)
     assert 1e3 < cfg.weights_counted < 1e6
 
 
+def test_device_and_dtype_are_those_of_all_runs(mine):
+    sizes = own_sizes(BringYourOwnConfig(**mine, device='cpu', dtype='bfloat16'))
+    for name in ('references', 'dpo', 'reward_model'):
+        assert (sizes[name]['device'], sizes[name]['dtype']) == ('cpu', 'bfloat16')
+
+
 def test_an_edited_recipe_makes_another_run(base, tmp_path, monkeypatch):
     "A file of the user's, a task of RLCD, and the library's own files that the real world reads."
     marks = []

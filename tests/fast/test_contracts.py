@@ -103,6 +103,14 @@ def test_notebook_of_a_method(path):
             assert source(c).startswith('#| slow')
 
 
+@pytest.mark.parametrize('path', sorted((tiny.ROOT/'nbs'/'studies').glob('*.ipynb')), ids=lambda p: p.stem)
+def test_a_study_checks_its_parameters(path):
+    "Papermill gives lists as texts, and passes over names that are unknown."
+    code = [c for c in cells(path) if c['cell_type'] == 'code']
+    at = next(i for i, c in enumerate(code) if is_parameters(c))
+    assert source(code[at + 1]).endswith('\ncheck_parameters(globals())')
+
+
 @each_notebook
 def test_help_lists_every_setting(path, capsys):
     from alpaca_farm.run.settings import from_args

@@ -765,6 +765,14 @@ def test_runs_that_failed_now_are_not_on_the_board(tmp_path, monkeypatch):
     assert f'{tmp_path}/ppo_crowd' in made
 
 
+def test_a_farm_reads_labels_of_people_before_its_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(farm, '_make_runs', lambda cfg: pytest.fail('runs were made'))
+    write_json(tmp_path/'labels.json', [dict(instruction='a')])
+    cfg = farm.FarmConfig(runs=str(tmp_path), labels=str(tmp_path/'labels.json'))
+    with pytest.raises(ValueError, match='labels.json'):
+        farm.run(cfg)
+
+
 def test_null_for_a_notebook_leaves_its_runs_out(tmp_path):
     (tmp_path/'sizes.yaml').write_text('binary_feedback: null')
     found = farm.farm_jobs(farm.FarmConfig(size=str(tmp_path/'sizes.yaml')))
@@ -831,21 +839,72 @@ def test_a_module_whose_relative_import_is_guarded_is_hashed(tmp_path, monkeypat
     assert content_hash('guarded_module:loss')
 
 
+COLLECT = 'cfg = PPOConfig.collect(globals())'
+
+
 @pytest.mark.parametrize('first', ['', '%env A=1\n'])
 def test_a_cell_that_sets_only_the_folder_keeps_the_other_settings(first):
     "With a magic in the parameters cell, too."
-    cells = [first + 'out = ""\nseed = 0\ncheckpoint_every = 5', 'out = "b"', 'cfg = ...']
+    cells = [first + 'out = ""\nseed = 0\ncheckpoint_every = 5', 'out = "b"', COLLECT]
     cfg = ppo.PPOConfig.collect(dict(In=cells, out='b', seed=0, checkpoint_every=7))
     assert (cfg.out, cfg.checkpoint_every) == ('b', 7)
 
 
 def test_parameters_above_the_settings_are_not_lost_silently():
     "Papermill writes them there in a copy of a notebook whose parameters cell has no tag."
-    cells = ['# Parameters\nseed = 7', 'out = ""\nseed = 0', 'cfg = ...']
+    cells = ['# Parameters\nseed = 7', 'out = ""\nseed = 0', COLLECT]
     with pytest.raises(ValueError, match='^seed: .*the tag parameters'):
         ppo.PPOConfig.collect(dict(In=cells, out='', seed=0))
-    again = [*cells[:2], '# Parameters\nseed = 7', 'cfg = ...']   # the cell was executed once more
+    again = [*cells[:2], '# Parameters\nseed = 7', COLLECT]   # the cell was executed once more
     assert ppo.PPOConfig.collect(dict(In=again, out='', seed=7)).seed == 7
+
+
+@pytest.mark.parametrize('set_steps', ['seed, steps = 1, 3', 'if True: steps = 3', 'steps = 2\nsteps += 1'])
+def test_settings_may_be_assigned_together_or_below_a_condition(set_steps):
+    cells = [f'out = ""\n{set_steps}', COLLECT]
+    assert ppo.PPOConfig.collect(dict(In=cells, out='', seed=1, steps=3)).steps == 3
+
+
+def test_a_notebook_that_is_executed_as_a_whole_is_refused():
+    "IPython keeps none of its cells then, so that its settings would be the defaults."
+    running = "get_ipython().run_line_magic('run', 'ppo.ipynb')"
+    with pytest.raises(ValueError, match='use papermill or python -m'):
+        ppo.PPOConfig.collect(dict(In=['', running], out='', steps=3))
+
+
+def test_a_run_that_is_interrupted_releases_its_folder(base, tmp_path, monkeypatch):
+    "In a kernel, which lives on: the command line could not go on with it."
+    def interrupt(self, step, **record): raise KeyboardInterrupt
+    monkeypatch.setattr(runs.Run, 'log', interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.run('sft', base, tmp_path/'run')
+    assert not files.lock_of(tmp_path/'run'/'run').is_locked
+    monkeypatch.undo()
+    assert tiny.run('sft', base, tmp_path/'run').state == 'finished'
+
+
+def test_a_power_cut_does_not_leave_a_checkpoint_with_a_shorter_log(tmp_path, monkeypatch):
+    flushed = []
+    def fsync(fd): flushed.append(Path(os.readlink(f'/proc/self/fd/{fd}')).name)
+    monkeypatch.setattr(os, 'fsync', fsync)
+    run = runs.Run(Config(out=str(tmp_path/'run')), dict(fingerprint='abc'))
+    run.log(1, loss=1.)
+    run.save(step=1)
+    assert flushed.index('log.jsonl') < flushed.index('state.safetensors')
+
+
+@pytest.mark.parametrize('text, match', [
+    ('ppo: {steps: many}', 'ppo: steps = .many.: it must be a valid integer'),
+    ('dpo: {beta: -1}', 'dpo: beta = -1: it must be'),
+    ('ppo: {val_instances: yes}', 'not true or false'),
+    ('ppo: {steps: 4}\ndpo: {beta: .2}\nppo: {kl_coef: .1}', 'ppo stands twice')])
+def test_a_farm_refuses_sizes_with_a_bad_value(tmp_path, text, match):
+    "Before it starts; its run would fail an hour later."
+    (tmp_path/'sizes.yaml').write_text(text)
+    with pytest.raises(ValueError, match=match):
+        farm.FarmConfig(size=str(tmp_path/'sizes.yaml'))
+    (tmp_path/'sizes.yaml').write_text('ppo: {learning_rate: null, steps: "4"}')
+    assert farm.FarmConfig(size=str(tmp_path/'sizes.yaml'))
 
 
 def test_an_address_without_http_is_refused_also_in_the_environment(monkeypatch, tmp_path):

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
+from alpaca_farm.decide import DecideConfig
 from alpaca_farm.farm import _all_sizes, FarmConfig
 from alpaca_farm.run import paths
 from alpaca_farm.run.settings import field_comments, from_args, no_secrets, TrainConfig
@@ -443,6 +444,30 @@ def test_a_slash_at_the_end_of_a_folder_makes_no_difference(base, slash):
     cfg = FarmConfig(world=f'{base}/world{slash}', out=f'{base}/board{slash}')
     assert (cfg.world, cfg.runs, cfg.out) == (f'{base}/world', f'{base}/world_runs', f'{base}/board')
     assert tiny.config('sft', **tiny.settings('sft', base, data=f'{base}/world{slash}')).data == f'{base}/world'
+
+
+def test_folders_of_a_farm_that_are_named_stay():
+    "Though they are the defaults."
+    cfg = FarmConfig(world='runs/world', runs='my')
+    assert (cfg.world, cfg.runs, cfg.out) == ('runs/world', 'my', 'my/farm')
+    assert FarmConfig(world='my/world', runs='runs').runs == 'runs'
+    cells = ['out = "runs/farm"\nworld = "runs/world"\nruns = "runs"', '# Parameters\nruns = "my"',
+             'FarmConfig.collect(globals())']
+    cfg = FarmConfig.collect(dict(In=cells, out='runs/farm', world='runs/world', runs='my'))
+    assert (cfg.world, cfg.out) == ('my/world', 'my/farm')
+
+
+def test_a_decision_keeps_the_runs_that_are_named_and_makes_the_world():
+    own = dict(model='org/small', prompts='org/prompts', judge='numpy:sign')
+    assert DecideConfig(**own).runs == 'runs/decide_runs'
+    assert DecideConfig(**own, runs='my').runs == 'my'
+    with pytest.raises(ValueError, match='world = my'):
+        DecideConfig(**own, world='my')
+
+
+def test_true_is_no_number():
+    with pytest.raises(ValueError, match='held_out = True'):
+        tiny.config('dpo', held_out=True)
 
 
 @pytest.mark.parametrize('given', [-1, '-1', -1.])

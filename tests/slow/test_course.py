@@ -446,6 +446,12 @@ def test_what_cannot_be_graded_is_said_in_a_line(tmp_path, text, words):
     assert '\n' not in str(refused.value)
 
 
+def test_a_file_that_cannot_be_written_is_said_in_a_line(tmp_path):
+    (tmp_path/'a').write_text('')
+    with pytest.raises(SystemExit, match='Not a directory'):
+        course.main(['assignment', str(tmp_path/'a'/'b.ipynb')])
+
+
 def test_commands_that_are_incomplete_are_said_in_a_line(tmp_path):
     for words in (['grade'], ['grade', ''], [], ['grade', str(tmp_path/'none.ipynb')],
                   ['grade', str(tmp_path)]):
