@@ -92,6 +92,7 @@ def _words_of(text: str) -> list[str]:
 def _pair_words(pairs: list[dict], features) -> tuple:
     "Count features of labelled answers: the counter, and second minus first (pairs, features)."
     from sklearn.feature_extraction.text import CountVectorizer
+    if not pairs: raise ValueError('pairs: none prefers an answer, so there is nothing to learn')
     counter = CountVectorizer(analyzer=features, binary=True, min_df=max(1, min(10, len(pairs)//4)))
     answers = []
     for p in pairs: answers += [dict(p, output=p['output_1']), dict(p, output=p['output_2'])]

@@ -112,6 +112,11 @@ def test_words_are_learned_from_few_pairs(n):
         assert low < high
 
 
+def test_ties_alone_teach_no_words():
+    with pytest.raises(ValueError, match='nothing to learn'):
+        word_scorer([dict(PAIR, output_1='a', output_2='b', preference=1.5)])
+
+
 @pytest.mark.parametrize('row', [dict(instruction='q', output=None), dict(prompt='q', output='b')])
 def test_a_row_without_texts_is_named(row):
     with pytest.raises(ValueError, match='row 0'):
