@@ -62,7 +62,7 @@ def _choose_token(
         ordered, indices = kept.sort(descending=True)
         before = ordered.cumsum(-1) - ordered
         total = ordered.sum(-1, keepdim=True)
-        ordered = torch.where(before < top_p*total, ordered, 0)
+        ordered[:, 1:] *= before[:, 1:] < top_p*total   # the likeliest stays, also at 0
         kept = torch.zeros_like(kept).scatter(-1, indices, ordered)
     cdf = kept.cumsum(-1)
     tokens = torch.searchsorted(cdf, u[:, None]*cdf[:, -1:], right=True)

@@ -63,6 +63,12 @@ def test_a_seed_from_numpy_is_that_seed():
     assert hold_out(records, 2, seed) == hold_out(records, 2, 3)
 
 
+def test_the_smallest_nucleus_is_the_likeliest_token():
+    prompts = ragged(3)
+    greedy = generate(policy('llama'), prompts, 1, 4, 0)
+    assert tokens(generate(policy('llama'), prompts, 1, 4, top_p=0.)) == tokens(greedy)
+
+
 def test_a_model_that_waits_for_its_figures_is_sampled_without_a_graph(monkeypatch):
     "Another error of a step is none of these, and is raised."
     model = policy('llama')
