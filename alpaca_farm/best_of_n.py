@@ -116,18 +116,18 @@ def score_candidates(
 
 # %% ../nbs/best_of_n.ipynb #6d64054f
 def choose_best(
-    candidates: list[dict],  # `output`, `ended` and maybe `scores`: lists of n
+    candidates: list[dict],  # `output` and maybe `ended` and `scores`: lists of n
 ) -> list[dict]:
     """Give each record its best answer as `output`.
 
     Parameters:
-      candidates : `output`, `ended` and maybe `scores`: lists of n
+      candidates : `output` and maybe `ended` and `scores`: lists of n
     """
     chosen = []
     for c in candidates:
         best = int(np.argmax(c['scores'])) if 'scores' in c else 0
-        output = c['output'][best]
-        chosen.append(dict(without_lists(c), output=output, ended=c['ended'][best]))
+        ended = c['ended'][best] if c.get('ended') else True
+        chosen.append(dict(without_lists(c), output=c['output'][best], ended=ended))
     return chosen
 
 # %% ../nbs/best_of_n.ipynb #48f196af

@@ -136,8 +136,9 @@ def kto_loss(
       undesirable_weight : lambda_U
     """
     lead = beta * (logp - ref_logp - z0)
+    bad = 1 - 1 * good   # also of truth values
     return (good * desirable_weight * torch.sigmoid(-lead)
-            + (1 - good) * undesirable_weight * torch.sigmoid(lead))
+            + bad * undesirable_weight * torch.sigmoid(lead))
 
 
 LOSSES['kto'] = Loss('single answers (Ethayarajh et al., 2024)', None,

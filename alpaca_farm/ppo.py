@@ -93,7 +93,7 @@ def token_rewards(
     place = torch.arange(1, response.shape[1] + 1, device=response.device)
     last = (response * place).argmax(1)
     rewards = -kl_coef * kl * response
-    return rewards.scatter_add(1, last[:, None], scores[:, None])
+    return rewards.scatter_add(1, last[:, None], scores[:, None].to(rewards.dtype))
 
 # %% ../nbs/ppo.ipynb #d55482ca
 def steer_kl_coef(

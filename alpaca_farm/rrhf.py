@@ -30,7 +30,7 @@ from .run.runs import makes_run, read_log, Run
 from .run.settings import Amount, as_list, by_size, Count, MODEL, Named, Positive, Reads
 from .run.settings import Schedule, Several, SizedModel, TrainConfig
 from .train.answers import answer_eval_split, AnswerConfig, end_turns, load_splits
-from .train.answers import sample, SampleConfig
+from .train.answers import prompt_fields, sample, SampleConfig
 from .train.preflight import preflight, settle, try_setting
 from .train.trainer import batches, step_seed, Trainer
 
@@ -195,7 +195,7 @@ def _read_queries(cfg: RRHFConfig) -> list[dict]:
     if cfg.candidates: return merge_candidates(cfg.candidates, cfg.sources, cfg.columns)[:most]
     records = load_records(cfg.data, cfg.split, columns=cfg.columns)
     without = dict.fromkeys(LISTS, [])
-    return [r | without for r in records[:most]]
+    return [prompt_fields(r) | without for r in records[:most]]
 
 
 def _load_queries(

@@ -98,7 +98,7 @@ def controlled_win_rate(
     given = ~np.isnan(p)
     y = check_preferences(p[given]) - 1
     known = hard is not None
-    d = hard[given] if known else np.zeros(len(y))   # of zeros the effect is zero
+    d = np.asarray(hard)[given] if known else np.zeros(len(y))   # of zeros the effect is zero
     x = np.stack([np.asarray(length_terms)[given], d, np.ones(len(y))], 1)
     spread = np.array([_LENGTH_SD, _DIFFICULTY_SD, _LEVEL_SD])
     beta = _logistic(x, y, spread)

@@ -89,6 +89,13 @@ def _words_of(text: str) -> list[str]:
     return ['', *words] + [f'over {n}' for n in range(5, len(words), 5)]   # '' is never rare
 
 
+def _decided(pairs: list[dict]) -> list[dict]:
+    "Leave out ties and pairs without a label; ValueError if nothing is left."
+    decided = [p for p in pairs if p['preference'] not in (None, 1.5)]
+    if decided: return decided
+    raise ValueError('pairs: none prefers an answer, so there is nothing to learn')
+
+
 def _pair_words(pairs: list[dict], features) -> tuple:
     "Count features of labelled answers: the counter, and second minus first (pairs, features)."
     from sklearn.feature_extraction.text import CountVectorizer
@@ -130,7 +137,7 @@ def word_scorer(
         name = kind(record)
         return found + [f'{name}: {x}' for x in found]
 
-    pairs = [p for p in pairs if p['preference'] != 1.5]
+    pairs = _decided(pairs)
     counter, lead = _pair_words(pairs, features)
     weights = _fit_weights(lead, pairs)
     return lambda records: counter.transform(records) @ weights
@@ -158,7 +165,7 @@ def taste_scorer(
       patterns : in which openings differ
     Returns: records -> scores (N,)
     """
-    pairs = [p for p in pairs if p['preference'] != 1.5]
+    pairs = _decided(pairs)
     counter, lead = _pair_words(pairs, lambda record: _words_of(record['output']))
     times = Counter(map(opening, pairs))
     known = [name for name, n in times.items() if n >= _FEWEST]

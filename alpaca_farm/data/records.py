@@ -463,6 +463,7 @@ def load_records(
 
 # %% ../../nbs/data/records.ipynb #4e3d1b80
 LISTS = ('output', 'source', 'scores', 'ended')
+_LOGGED = 'logprob', 'log_ratio'   # lists that samples have besides
 
 
 def without_lists(record: dict) -> dict:
@@ -557,7 +558,7 @@ def distinct(
 def select_candidates(query: dict, which: list[int]) -> dict:
     "Keep some candidates of a request."
     query = dict(query)
-    for name in LISTS:
+    for name in (*LISTS, *_LOGGED):
         if name in query: query[name] = [query[name][i] for i in which]
     return query
 

@@ -460,9 +460,9 @@ def collate(
     ids = []
     mask = []
     response = []
-    for p, r in zip(prompts, responses):
-        ids.append(p + r)
-        mask.append([1] * len(p + r))
+    for p, r in zip(prompts, responses, strict=True):
+        ids.append([*p, *r])
+        mask.append([1] * len(ids[-1]))
         response.append([0] * len(p) + [1] * len(r))
     return dict(ids=pad(ids, pad_id, side), mask=pad(mask, 0, side),
                 response=pad(response, 0, side))
@@ -501,7 +501,8 @@ def answer_batches(
     """
     rows = {}
     longest = {}
-    for i, (p, r) in enumerate(zip(map(tuple, prompts), map(tuple, responses))):
+    pairs = zip(map(tuple, prompts), map(tuple, responses), strict=True)
+    for i, (p, r) in enumerate(pairs):
         rows.setdefault((p, r), []).append(i)
         longest[p] = max(longest.get(p, 0), len(p + r))
     def place(pair): return longest[pair[0]], pair[0], len(pair[1])

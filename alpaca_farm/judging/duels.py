@@ -31,6 +31,7 @@ def needed_votes(
       variance : variance of its estimate, times the number of all votes
       right : chance of the right order
     """
+    if not difference: return math.inf
     return variance*(NormalDist().inv_cdf(right)/difference)**2
 
 # %% ../../nbs/judging/duels.ipynb #e522f1ad

@@ -32,7 +32,7 @@ from .parsers import check_parser, PARSERS, without_echo
 from .pools import annotator_preferences, Pool, pool_members, report_missing
 from .prompts import entry_model, is_population, judge_config_file, judge_files
 from .prompts import model_kind, read_judge_config, suggest_names
-from .stats import sigmoid
+from .stats import known_mean, sigmoid
 from ..run.files import read_json
 from ..run.paths import at_root, root
 from ..run.settings import Config, folder_function, resolve
@@ -421,7 +421,7 @@ class RecordedLabels:
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The mean label of each pair; nan for a pair without a label."
-        return [float(np.mean(self.labels.get(pair_texts(p), math.nan))) for p in pairs]
+        return [float(known_mean(self.labels.get(pair_texts(p), math.nan))) for p in pairs]
 
 
 def read_recorded(path) -> list[dict]:

@@ -85,10 +85,10 @@ class Pool:
     def __post_init__(self): pool_weights(self)   # an error if they give no shares
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        "Average the preferences of all judges with a weight by their weights."
+        "Average the preferences of all judges with a weight by their weights; nan: a label is missing."
         weights = pool_weights(self)
         heard = np.flatnonzero(weights)
-        preferences = [self.annotators[k](pairs) for k in heard]
+        preferences = np.array([self.annotators[k](pairs) for k in heard], dtype=float)
         return np.average(preferences, axis=0, weights=weights[heard]).tolist()
 
 # %% ../../nbs/judging/pools.ipynb #30631d6c

@@ -289,7 +289,7 @@ def win_rate_interval(
       preferences : (N,) in [1, 2]
       n : resamples
     """
-    won = np.asarray(preferences, dtype=float) - 1
+    won = check_preferences(preferences) - 1
     rate = won.mean()
     if min(rate, 1 - rate)*len(won) >= 10: return bootstrap(100*won, n=n, seed=seed)
     more = np.append(won, [0, 1])

@@ -36,7 +36,7 @@ def _uniform_stream(
     length: int,
 ) -> np.ndarray:  # (length,) float32 in [0, 1); a longer stream begins with the shorter one
     "Uniform numbers for one sample of a prompt."
-    digest = hashlib.blake2b(repr((seed, occurrence, k)).encode(), digest_size=16)
+    digest = hashlib.blake2b(repr((int(seed), occurrence, k)).encode(), digest_size=16)
     digest.update(np.asarray(prompt, dtype='<i8').tobytes())
     key = int.from_bytes(digest.digest(), 'little')
     return np.random.Generator(np.random.Philox(key=key)).random(length, dtype=np.float32)
@@ -62,7 +62,7 @@ def _choose_token(
         ordered, indices = kept.sort(descending=True)
         before = ordered.cumsum(-1) - ordered
         total = ordered.sum(-1, keepdim=True)
-        ordered = torch.where(before < top_p*total, ordered, 0)
+        ordered[:, 1:] *= before[:, 1:] < top_p*total   # the likeliest stays, also at 0
         kept = torch.zeros_like(kept).scatter(-1, indices, ordered)
     cdf = kept.cumsum(-1)
     tokens = torch.searchsorted(cdf, u[:, None]*cdf[:, -1:], right=True)

@@ -36,7 +36,7 @@ def hold_out(
     same = {}
     for i, r in enumerate(records): same.setdefault(prompt_key(r), []).append(i)
     order = sorted(same)
-    random.Random(seed).shuffle(order)
+    random.Random(int(seed)).shuffle(order)
     n = len(records)
     wanted = min(500, max(1, n//5)) if held_out < 0 else held_out
     marked = {i for i, r in enumerate(records) if is_true(r.get('held_out')) and wanted}

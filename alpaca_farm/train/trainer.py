@@ -55,7 +55,7 @@ def step_seed(
       seed : of the run
       step : or the epoch
     """
-    return seed * 1_000_003 + step
+    return int(seed) * 1_000_003 + step
 
 # %% ../../nbs/train/trainer.ipynb #33805f90
 def batches(
@@ -100,7 +100,8 @@ def token_batch(
     Returns: ids, mask, response and weight, (B, T) each
     """
     batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
-    weight = torch.tensor([weights[i] for i in rows])[:, None] if weights else 1.
+    weight = 1.
+    if weights is not None: weight = torch.tensor([weights[i] for i in rows])[:, None]
     return dict(batch, weight=batch['response'] * weight)
 
 # %% ../../nbs/train/trainer.ipynb #b4fd60b6

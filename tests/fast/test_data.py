@@ -8,17 +8,21 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from hypothesis import example, given, settings, strategies as st
 
 import published
 import tiny
+from alpaca_farm.best_of_n import choose_best, score_candidates
 from alpaca_farm.data.dialogues import as_messages, prompt_key
 from alpaca_farm.data.formats import CODES, FIELDS, READERS
-from alpaca_farm.data.records import _read_candidates, check_records, load_records, read_rows
-from alpaca_farm.data.text import encode
+from alpaca_farm.data.records import _read_candidates, check_records, distinct, each_answer
+from alpaca_farm.data.records import load_records, read_rows, select_candidates
+from alpaca_farm.data.text import answer_batches, collate, encode
 from alpaca_farm.judging.judges import read_recorded, RecordedLabels
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.look_at_data import find_odd, read_parts
@@ -818,6 +822,28 @@ def test_numbers_may_be_texts_as_in_a_csv_file(tmp_path):
 def test_what_is_held_out_may_be_said_in_texts(true, false):
     rows = [dict(instruction=f'Say {i}.', held_out=true if i < 4 else false) for i in range(20)]
     assert hold_out(rows, -1, 0)[1] == [*range(4)]
+
+
+def test_what_is_known_of_each_sample_stays_with_it():
+    "Also where a file says nothing of ends."
+    sampled = dict(instruction='Say.', output=['a', 'a', 'bc'], logprob=[-1, -1, -3])
+    kept = select_candidates(sampled, distinct(sampled['output'])[0])
+    assert [r['logprob'] for r in each_answer([kept])] == [-1, -3]
+    best, = choose_best(score_candidates([kept], lambda records: [len(r['output']) for r in records]))
+    assert (best['output'], best['ended']) == ('bc', True)
+
+
+@pytest.mark.parametrize('kind', [list, tuple, np.array, torch.tensor])
+def test_tokens_may_stand_in_any_sequence(kind):
+    batch = collate([kind([1, 2])], [(3, 4)], 0)
+    assert batch['ids'].tolist() == [[1, 2, 3, 4]]
+    assert batch['response'].tolist() == [[0, 0, 1, 1]]
+
+
+def test_prompts_without_responses_are_no_batch():
+    for make in lambda *given: collate(*given, 0), lambda *given: list(answer_batches(*given, 9)):
+        with pytest.raises(ValueError, match='shorter'):
+            make([[1], [2]], [[3]])
 
 
 def test_a_label_is_found_whatever_ends_the_lines(tmp_path):

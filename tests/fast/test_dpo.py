@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import dpo
-from alpaca_farm.dpo import dpo_loss, DPOConfig, Loss, loss_of, LOSSES, simpo_loss
+from alpaca_farm.dpo import dpo_loss, DPOConfig, kto_loss, Loss, loss_of, LOSSES, simpo_loss
 from alpaca_farm.model.control import set_control_prefix
 from alpaca_farm.model.logprobs import load_policy
 from alpaca_farm.run.files import read_json
@@ -64,6 +64,13 @@ def test_huge_margins_stay_finite():
     same(dpo_loss(far, o, o, o, 1.), [0., 1e4])
     same(dpo_loss(far, o, o, o, 1., 'robust', label_smoothing=.25), [-.5e4, 1.5e4])
     same(simpo_loss(far, 1., 1.), [0., 1e4 + 1])
+
+
+def test_labels_of_kto_may_be_truth_values():
+    o = torch.zeros(2)
+    lead = torch.tensor([3., 1.])
+    good = torch.tensor([True, False])
+    assert kto_loss(lead, o, good, 0.).equal(kto_loss(lead, o, good.float(), 0.))
 
 
 @pytest.fixture(scope='module')

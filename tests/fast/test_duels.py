@@ -4,7 +4,7 @@ import pytest
 
 from alpaca_farm.data.pairs import pair_up
 from alpaca_farm.judging.duels import duel_interval, duel_records, hold_duels, number_answers
-from alpaca_farm.judging.duels import pair_rates
+from alpaca_farm.judging.duels import needed_votes, pair_rates
 
 RNG = np.random.default_rng(0)
 CHOICES = RNG.integers(0, 4, (6, 200))
@@ -56,6 +56,7 @@ def test_methods_without_a_difference_need_no_vote():
     found = hold_duels(same, 50, coins())
     assert len(found.asked) == 0 and found.complete()
     assert tuple(duel_interval(found, same, 0, 1)) == (.5, .5, .5)
+    assert needed_votes(0., .25) == np.inf   # for an order that there is not
 
 
 def test_a_duel_shows_what_a_board_compares():

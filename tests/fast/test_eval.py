@@ -218,6 +218,11 @@ def test_a_judge_of_weight_0_is_not_asked():
         Pool('none', [first, second], [0, 0])
 
 
+def test_a_missing_label_of_one_judge_is_one_of_the_pool():
+    some = Pool('some', [lambda pairs: [None, 1], lambda pairs: [2, 2]], [1, 3])
+    assert some([{}, {}]) == pytest.approx([np.nan, 1.75], nan_ok=True)
+
+
 @pytest.mark.parametrize('weights', [[1.], [1, 2, 3], [2, -1], [1, np.nan], [1, np.inf]])
 def test_weights_that_give_no_shares_are_refused(weights):
     "Negative ones gave preferences beyond 1 to 2; too few left the last judge out."

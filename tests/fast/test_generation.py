@@ -1,4 +1,5 @@
 """Sampling where a model has an adapter or its layers are checkpointed."""
+import numpy as np
 import torch
 
 import pytest
@@ -6,6 +7,8 @@ import pytest
 from alpaca_farm.model import generation
 from alpaca_farm.model.generation import generate
 from alpaca_farm.model.policy import Policy
+from alpaca_farm.train.labelled import hold_out
+from alpaca_farm.train.trainer import batches
 from tiny import family, policy, ragged
 
 torch.set_num_threads(1)
@@ -48,6 +51,22 @@ def test_steps_that_a_gpu_can_replay_give_the_same_samples(monkeypatch, prompts)
     assert tokens(found) == tokens(expected)
     for a, b in zip(sum(found, []), sum(expected, [])):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_a_seed_from_numpy_is_that_seed():
+    seed = np.int64(3)
+    prompts = ragged(2)
+    assert generate(policy('llama'), prompts, 1, 4, seed=seed) == generate(
+        policy('llama'), prompts, 1, 4, seed=3)
+    assert batches([1]*9, 2, seed=seed) == batches([1]*9, 2, seed=3)
+    records = [dict(instruction=str(i)) for i in range(9)]
+    assert hold_out(records, 2, seed) == hold_out(records, 2, 3)
+
+
+def test_the_smallest_nucleus_is_the_likeliest_token():
+    prompts = ragged(3)
+    greedy = generate(policy('llama'), prompts, 1, 4, 0)
+    assert tokens(generate(policy('llama'), prompts, 1, 4, top_p=0.)) == tokens(greedy)
 
 
 def test_a_model_that_waits_for_its_figures_is_sampled_without_a_graph(monkeypatch):

@@ -112,6 +112,13 @@ def test_words_are_learned_from_few_pairs(n):
         assert low < high
 
 
+def test_ties_and_pairs_without_a_label_teach_no_words():
+    rows = [dict(PAIR, output_1='a', output_2='b', preference=p) for p in (1.5, None, 2.)]
+    assert word_scorer(rows)([dict(PAIR, output='b')])[0] > 0
+    with pytest.raises(ValueError, match='nothing to learn'):
+        word_scorer(rows[:2])
+
+
 @pytest.mark.parametrize('row', [dict(instruction='q', output=None), dict(prompt='q', output='b')])
 def test_a_row_without_texts_is_named(row):
     with pytest.raises(ValueError, match='row 0'):
@@ -142,6 +149,8 @@ def test_labels_of_a_judge_who_left_some_out_are_recorded_labels():
     pairs = [PAIR, dict(PAIR, output_1='b', output_2='c')]
     found = RecordedLabels(annotate_pairs(pairs, unsure))(pairs)
     assert np.isnan(found[0]) and not np.isnan(found[1])
+    both = [dict(PAIR, preference=p) for p in (np.nan, 2.)]   # as a table has them
+    assert RecordedLabels(both)([PAIR]) == [2.]
 
 
 def test_a_judge_takes_the_place_of_people_who_discarded_their_votes(tmp_path):

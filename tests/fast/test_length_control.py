@@ -25,6 +25,12 @@ def test_turned_sides():
     assert one == pytest.approx(100 - other, abs=1e-3)
 
 
+def test_the_difficulty_may_be_a_list():
+    votes, term, hard = [1, 2, 2], [0, .1, 0], [.5, -.5, 0]
+    found = lc.controlled_win_rate(votes, term, hard)
+    assert found == lc.controlled_win_rate(votes, term, np.array(hard))
+
+
 def test_five_models_show_the_difficulty_but_not_four_and_the_reference_itself():
     "Missing verdicts are left out, and those that are none are named."
     hard = np.random.default_rng(1).normal(size=N)

@@ -125,6 +125,12 @@ def test_whitening_leaves_groups_of_equal_rewards_at_zero(base, models, kind):
     assert abs(masked_var(others, done['response'][n:]) - 1) < 1e-3
 
 
+def test_scores_may_have_another_precision_than_log_probs():
+    kl = torch.zeros(1, 2)
+    found = ppo.token_rewards(torch.tensor([3], dtype=torch.double), kl, torch.ones(1, 2), .1)
+    assert found.tolist() == [[0, 3]]
+
+
 def test_the_weight_of_the_kl_follows_its_target(base, tmp_path):
     "A step's weight is in its rewards and its log; it falls while the KL is below the target."
     found = {}

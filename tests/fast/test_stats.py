@@ -25,6 +25,13 @@ def test_win_rate_is_alpaca_evals(kind, n, rng):
         assert theirs[name] == pytest.approx(value, abs=1e-9)
 
 
+@pytest.mark.parametrize('wrong', [0, np.nan])
+def test_an_interval_of_what_is_no_preference_is_refused(wrong):
+    "AlpacaEval's code for a tie, or no label."
+    with pytest.raises(ValueError, match='row 60 .* must be from 1 to 2'):
+        stats.win_rate_interval([1, 2]*30 + [wrong])
+
+
 def test_a_coin_is_the_same_in_every_process():
     "No salted hash is involved."
     code = ('from alpaca_farm.data.pairs import hash_uniform\n'

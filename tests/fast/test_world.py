@@ -292,6 +292,14 @@ def test_what_is_wrong_in_a_file_of_annotators_is_named(tmp_path, path, value):
     assert '\n' not in str(e.value)
 
 
+def test_a_single_judge_is_written_and_biased_as_it_is_read(tmp_path):
+    pair = render(EVERY[0]) | dict(output_1='I do not know.', output_2='You are very wise!')
+    for judge in crowd.judge, crowd.with_bias(crowd.judge, 'vain', flattery=9.):
+        crowd.write_population(tmp_path/'judge.json', judge)
+        assert crowd.read_population(tmp_path/'judge.json')([pair]) == judge([pair])
+    assert judge([pair])[0] > 1.5 > crowd.judge([pair])[0]
+
+
 @pytest.mark.parametrize('name, path', [
     ('.', 'my/world'), ('./model/', 'my/world/model'), ('../judge.json', 'my/world/../judge.json'),
     ('.cache/pool.json', 'my/world/.cache/pool.json'), ('runs/dpo', 'runs/dpo')])

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import create_model, Field, ValidationError
 
 from ...data.pairs import hash_uniform
-from ...judging.pools import mean_preferences, Pool
+from ...judging.pools import mean_preferences, Pool, pool_members
 from ...judging.stats import sigmoid
 from ...run.files import read_json, write_json
 from ...run.settings import Scale, Share
@@ -179,13 +179,14 @@ def sample_pool(
     return Population('pool', judges)
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #6675f63d
-def write_population(path, population: Population):
+def write_population(path, population: Population | Annotator):
     "Write the judges as JSON, with a weight for each column, and the truth of their world."
     rows = []
-    for a in population.annotators:
+    members = pool_members(population)
+    for a in members:
         row = {f.name: getattr(a, f.name) for f in fields(a) if f.name != 'truth'}
         rows.append(row | dict(weights=dict(zip(COLUMNS, a.weights))))
-    truth = asdict(population.annotators[0].truth)
+    truth = asdict(members[0].truth)
     write_json(path, dict(name=population.name, truth=truth, annotators=rows))
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #67d07e95
@@ -241,7 +242,7 @@ def gold(pairs: list[dict]) -> list[float]:
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #0c2a62ed
 def with_bias(
-    population: Population,
+    population: Population | Annotator,
     name: str,           # of the new one
     **likings: float,    # added to the weights of columns, in units of utility
 ) -> Population:
@@ -256,7 +257,7 @@ def with_bias(
             raise ValueError(f'{column} is not a mark of answers: {", ".join(COLUMNS)}')
     extra = np.array([likings.get(column, 0.) for column in COLUMNS])
     biased = [replace(a, weights=tuple((a.weights + extra).tolist()))
-              for a in population.annotators]
+              for a in pool_members(population)]
     return Population(name, biased)
 
 
