@@ -265,6 +265,15 @@ FAMILIES = dict(  # what each needs beside SIZE; windows as long as the models c
     cohere2=dict(sliding_window=64, logit_scale=.25), phi={},
     falcon_h1=dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1,
                    mamba_d_state=8, lm_head_multiplier=.5), lfm2=dict(full_attn_idxs=[1]))
+_IMAGES = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+               image_size=28, patch_size=14)
+SEEING = dict(   # the text model and the model of images within a model
+    gemma3=(dict(FAMILIES['gemma3_text'], tie_word_embeddings=True), _IMAGES),
+    qwen3_5=(dict(head_dim=8, tie_word_embeddings=True, linear_num_key_heads=2,
+                  linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+                  layer_types=['linear_attention', 'full_attention']),
+             dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, patch_size=4,
+                  out_hidden_size=32)))
 UNPACKED = dict(bloom=dict(n_head=4, n_layer=2), mpt=dict(d_model=32, n_heads=4, n_layers=2),
                 mamba={}, falcon=ALIBI)
 
@@ -272,12 +281,17 @@ UNPACKED = dict(bloom=dict(n_head=4, n_layer=2), mpt=dict(d_model=32, n_heads=4,
 def family(name, std=.3, **more):
     "A model of a family with random weights, so large that positions and attention matter."
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     torch.manual_seed(0)
+    kind = AutoModelForCausalLM
     attention = more.pop('attn_implementation', None)
     config = SIZE | (UNPACKED | FAMILIES).get(name, {}) | more
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config),
-                                             attn_implementation=attention).eval()
+    if name in SEEING:
+        text, images = SEEING[name]
+        kind = AutoModelForImageTextToText
+        config = dict(text_config=config | text, vision_config=images, tie_word_embeddings=True)
+    model = kind.from_config(AutoConfig.for_model(name, **config),
+                             attn_implementation=attention).eval()
     for p in model.parameters():
         if p.ndim == 2:
             p.data.normal_(std=std)

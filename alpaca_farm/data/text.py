@@ -236,7 +236,8 @@ def _frame_of(tokenizer, template, chat_template) -> _Frame:
     if uses_chat(tokenizer, template): lead, behind = _around_answer(tokenizer, prompt)
     opened = prompt.rstrip().endswith('<think>')
     if opened and '</think>' not in lead: lead = '\n</think>\n\n'   # where the template has none
-    added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
+    added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()
+             if token.content.strip()}   # white space ends nothing
     gap, end, rest = _split_behind(behind, tokenizer, added)
     head, tail = _split_lead(lead, added)
     behind_prompt = _anchors(prompt, tokenizer)
@@ -404,6 +405,15 @@ def encode_responses(
             for begin, ids, over in zip(begins, rows, ended)]
 
 # %% ../../nbs/data/text.ipynb #68a5bad7
+def _from_words(tokens, begin, tokenizer) -> list[int]:
+    "Leave out the channels before an answer's own, which begins as `begin`; empty without one."
+    channel = begin and tokens[:1] == begin[:1] and begin[0] in tokenizer.added_tokens_decoder
+    if not channel: return tokens
+    for k in range(len(tokens)):
+        if tokens[k:k + len(begin)] == begin: return tokens[k:]
+    return []
+
+
 def decode(
     tokens: list[int],
     tokenizer,
@@ -419,6 +429,7 @@ def decode(
     frame = _frame(tokenizer, template)
     end = end_token(tokenizer)   # which some tokenizers do not count as special
     tokens = [t for t in tokens if t != end]
+    if not frame.closed: tokens = _from_words(tokens, frame.begin, tokenizer)
     text = _read(tokens, tokenizer, frame.before, frame.opened).removeprefix(frame.shown)
     return without_space(text) if _continues_text(record, tokenizer, template) else text
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from ..data.text import answer_batches, collate, end_tokens
 from .functional import head_logits, selected_logprobs, widen
-from .loading import device_of, dtype_of, load_model, load_tokenizer
-from .loading import loading_options, model_config, model_path, no_progress_bars
-from .loading import place_model, register_scalar_class
+from .loading import device_of, dtype_of, layer_count, load_model
+from .loading import load_tokenizer, loading_options, model_config, model_path
+from .loading import no_progress_bars, place_model, register_scalar_class
 from .memory import pass_limits
 from .packing import attention_window, computed_at, pack, packed_states
 from .packing import position_wise, reads_packed, trunk_states
@@ -152,11 +152,7 @@ def load_scalar(
     if head != 'keep':
         fresh = ('score.weight',)
         arguments = getattr(cfg, 'template_arguments', {})
-        layers = getattr(cfg, 'layers', 0)
-        if layers:   # the further ones are not read
-            options['num_hidden_layers'] = layers
-            kinds = getattr(model_config(spec), 'layer_types', None)
-            if kinds: options['layer_types'] = kinds[:layers]
+        options['layers'] = getattr(cfg, 'layers', 0)   # the further ones are not read
     model = load_model(AutoModelForSequenceClassification, spec, num_labels=1, fresh=fresh,
                        **options)
     if train and not hasattr(model, 'score'):
@@ -202,7 +198,8 @@ def scalar_on(
         if at_root(named) != at_root(base): return
         base_of(folder)   # the same weights still
     config = model_config(str(folder), num_labels=1)
-    if config.num_hidden_layers != policy.config.num_hidden_layers: return
+    if layer_count(config) != layer_count(policy.config): return
+    if spec and config.model_type != policy.config.model_type: return   # other names of weights
     scalar = replace(policy, score=zero_head(policy), config=config)
     if spec: return add_saved(scalar, name, folder)
     return add_adapter(scalar, name, lora_config(cfg), cfg.seed + 1)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ..run.checkpoints import open_tensors
@@ -180,6 +181,7 @@ class TokenRows(torch.nn.Module):
     ):
         super().__init__()
         self.table = table.requires_grad_(False)
+        table.padding_idx = None   # or a row would get no gradient
         self.first = first
         self.rows = torch.nn.Parameter(table.weight.detach()[first:].float().clone())
 
@@ -190,8 +192,9 @@ class TokenRows(torch.nn.Module):
         "Embed tokens (B, T)."
         new = ids - self.first
         states = self.table(ids)
-        rows = self.rows[new.clamp(min=0)].to(states.dtype)
-        return torch.where((new >= 0)[..., None], rows, states)
+        # by the table's own rule: Gemma's multiplies
+        rows = functional_call(self.table, dict(weight=self.rows), (new.clamp(min=0),))
+        return torch.where((new >= 0)[..., None], rows.to(states.dtype), states)
 
 # %% ../../nbs/model/policy.ipynb #d531d2dc
 def grow_tables(model, size: int):

@@ -6,10 +6,12 @@ import pytest
 
 from alpaca_farm.model import generation
 from alpaca_farm.model.generation import generate
-from alpaca_farm.model.policy import Policy
+from alpaca_farm.model.control import add_tokens
+from alpaca_farm.model.policy import add_adapter, lora_config, merge, Policy
+from alpaca_farm.run.settings import HardwareConfig
 from alpaca_farm.train.labelled import hold_out
 from alpaca_farm.train.trainer import batches
-from tiny import family, policy, ragged
+from tiny import family, letters, policy, ragged
 
 torch.set_num_threads(1)
 
@@ -33,6 +35,16 @@ def test_lora_and_checkpointing_change_nothing():
     model.gradient_checkpointing_enable()
     model.train()
     assert greedy(model) == plain
+
+
+@pytest.mark.parametrize('name', ['llama', 'gemma3_text'])   # whose table multiplies
+def test_new_tokens_of_an_adapter_are_those_of_the_merged_model(name):
+    new = Policy(family(name, .1, vocab_size=260), letters())
+    new = add_adapter(new, 'policy', lora_config(HardwareConfig(lora_rank=2)))
+    ids = torch.tensor([[5, *add_tokens(new, ['<a>', '<b>']), 6]])
+    with torch.no_grad(), new.on():
+        logits = new.model(ids).logits
+        torch.testing.assert_close(merge(new)(ids).logits, logits)
 
 
 @pytest.mark.parametrize('prompts', [ragged(20), [[5] * 9, [6] * 9]], ids=['padded', 'alike'])

@@ -13,9 +13,10 @@ from alpaca_farm.data.pairs import answer_of
 from alpaca_farm.data.records import load_records
 from alpaca_farm.data.text import collate, encode_prompts, encode_responses
 from alpaca_farm.judging.judges import RewardJudge
-from alpaca_farm.model.logprobs import hidden_states, load_policy, load_scalar
+from alpaca_farm.model.loading import layer_count
+from alpaca_farm.model.logprobs import hidden_states, load_policy, load_scalar, scalar_on
 from alpaca_farm.model.logprobs import values
-from alpaca_farm.model.policy import Policy
+from alpaca_farm.model.policy import Policy, save_adapter
 from alpaca_farm.model.rewards import label_count, reward, score_records
 from alpaca_farm.ppo import PPOConfig, value_model
 from alpaca_farm.reward_model import pairwise_loss, RewardModelConfig
@@ -240,13 +241,48 @@ def test_a_card_says_what_plain_transformers_leaves_out(base, tmp_path):
     assert f'preferences `{run.cfg.preferences}`. No person has judged' in card
 
 
-@pytest.mark.parametrize('name', ['qwen3', 'gemma3_text', 'lfm2'])
-def test_fewer_layers_of_a_family_that_lists_the_kinds_of_its_layers(tmp_path, name):
-    more = dict(vocab_size=260, tie_word_embeddings=True)
-    policy = Policy(tiny.family(name, **more), tiny.letters())
-    policy.model.save_pretrained(tmp_path)
-    policy.tokenizer.save_pretrained(tmp_path)
-    cfg = rm.RewardModelConfig(policy=str(tmp_path), layers=1, device='cpu')
-    model = load_scalar(str(tmp_path), cfg, 'zero', train=True)
-    for part in model.model, model.tokenizer: part.save_pretrained(tmp_path/'scalar')
-    assert load_scalar(str(tmp_path/'scalar'), Config(device='cpu')).config.num_hidden_layers == 1
+def family(folder, name):
+    "The folder of a random policy of a family."
+    policy = tiny.family(name, vocab_size=260, tie_word_embeddings=True)
+    return saved(folder, policy, tiny.letters())
+
+
+@pytest.mark.parametrize('rank', [0, 2])
+@pytest.mark.parametrize('name', ['qwen3', 'gemma3_text', 'lfm2', 'gpt2', 'gemma3'])
+def test_fewer_layers_of_any_family(tmp_path, name, rank):
+    "One may list their kinds, count them under a name of its own, or hold a model of images too."
+    folder = family(tmp_path/'policy', name)
+    cfg = rm.RewardModelConfig(policy=folder, layers=1, lora_rank=rank, device='cpu')
+    model = load_scalar(folder, cfg, 'normal', train=True)
+    model.tokenizer.save_pretrained(tmp_path/'scalar')
+    if rank: save_adapter(model, tmp_path/'scalar')
+    else: model.model.save_pretrained(tmp_path/'scalar')
+    again = load_scalar(str(tmp_path/'scalar'), Config(device='cpu'))
+    assert layer_count(again.config) == 1
+    ids = torch.tensor([[1, 5, 6, 7]])
+    with torch.no_grad():
+        found, want = (rm.sequence_scores(m, ids, ids > 0) for m in (again, model))
+    torch.testing.assert_close(found, want)
+
+
+def test_fewer_layers_than_an_adapter_has_are_refused(tmp_path):
+    "They were passed over."
+    folder = family(tmp_path/'policy', 'llama')
+    cfg = rm.RewardModelConfig(policy=folder, lora_rank=2, device='cpu')
+    policy = load_policy(folder, cfg, train=True)
+    policy.tokenizer.save_pretrained(tmp_path/'adapter')
+    save_adapter(policy, tmp_path/'adapter')
+    cfg.layers = 1
+    with pytest.raises(ValueError, match='layers: .*adapter is an adapter on 2 layers'):
+        load_scalar(str(tmp_path/'adapter'), cfg, 'zero')
+
+
+@pytest.mark.parametrize('name, shared', [('gemma3', True), ('qwen3_5', False)])
+def test_a_reward_model_beside_a_policy_of_a_model_that_sees(tmp_path, name, shared):
+    "It shares the policy's weights if they have the same names in both."
+    cfg = rm.RewardModelConfig(policy=family(tmp_path/'policy', name), lora_rank=2, device='cpu')
+    save_adapter(load_scalar(cfg.policy, cfg, 'normal', train=True), tmp_path/'reward')
+    policy = load_policy(cfg.policy, cfg, train=True)
+    found = scalar_on(policy, 'reward', str(tmp_path/'reward'), cfg)
+    assert bool(found) == shared
+    assert scalar_on(policy, 'value', '', cfg).model is policy.model

@@ -320,6 +320,33 @@ def test_thoughts_are_no_part_of_an_answer(family, opened, text, shown):
         assert decode(ids, tokenizer, 'raw') == text
 
 
+CHANNELS = """{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' -%}
+<|channel|>final{% endif %}<|message|>{{ m.content }}{{
+eos_token if m.role == 'assistant' and loop.last else '<|end|>' }}{% endfor %}{%
+if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+
+@pytest.mark.parametrize('said, shown', [
+    ('<|channel|>final<|message|>the words', 'the words'), ('the words', 'the words'),
+    ('<|channel|>analysis<|message|>say<|end|><|start|>assistant<|channel|>final<|message|>the', 'the'),
+    ('<|channel|>analysis<|message|>say the', '')])
+def test_a_channel_of_thoughts_is_no_part_of_an_answer(said, shown, monkeypatch):
+    "As gpt-oss writes them; empty if the channel of the answer does not begin."
+    marks = ['<|return|>', '<|start|>', '<|channel|>', '<|message|>', '<|end|>']
+    monkeypatch.setitem(FAMILIES, 'harmony', (marks, CHANNELS, marks[0], dict(eos_token=marks[0])))
+    tokenizer = build('harmony')
+    assert decode(tokenizer(said)['input_ids'] + [end_token(tokenizer)], tokenizer) == shown
+    assert decode(*encode_responses(['the words'], tokenizer), tokenizer) == 'the words'
+
+
+def test_a_line_end_that_is_a_token_ends_no_answer():
+    tokenizer = build('chatml_base')
+    tokenizer.chat_template = CHATML.replace('<|im_end|>', '\n<|im_end|>')
+    tokenizer.add_tokens(['\n'])
+    assert end_token(tokenizer) == tokenizer.convert_tokens_to_ids('<|im_end|>')
+    assert decode(*encode_responses(['the\n\nwords'], tokenizer), tokenizer) == 'the\n\nwords'
+
+
 def test_a_reward_for_trl_reads_no_thoughts():
     from alpaca_farm.with_trl import read_completions
     said = ['<think>hm</think>\n\nYes.', 'hm</think>\n\nYes.', '<think>hm', 'Yes.']
