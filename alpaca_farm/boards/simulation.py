@@ -84,9 +84,7 @@ def _correlations(tables: dict, seed: int) -> dict[str, float]:
         some = _some_methods(tables, kept)
         if len(kept) > 2 and len(some['crowd']) > 2:
             r = spearman(known_mean(some['crowd'], 1), _mean_elsewhere(some['crowd']))
-            interval = replicate_interval(r[:, None])
-            interval = interval._replace(low=max(interval.low, -1.), high=min(interval.high, 1.))
-            found |= interval.columns(f'spearman_elsewhere_crowd{end}')
+            found[f'spearman_elsewhere_crowd{end}'] = float(r.mean())
         for a, b in combinations(_COLUMNS, 2):
             if len(kept) < 3: continue
             r = spearman_interval(some[a], some[b], seed=seed)

@@ -84,15 +84,6 @@ def test_differences_that_do_not_vary_are_not_clear(values):
     assert stats.compare_all(dict(lead=values))['lead'].holm == 1
 
 
-def test_the_interval_of_a_correlation_lies_within_its_bounds():
-    "Of three worlds with different orders."
-    orders = np.array([[1.5, 1.6, 1.7], [1.5, 1.7, 1.6], [1.7, 1.55, 1.5]])
-    tables = dict(names=['sft', 'a', 'b'])
-    for column in ('simulated', 'transfer', 'crowd'): tables[column] = orders[:, None]
-    found = simulation._correlations(tables, 0)
-    assert found['spearman_elsewhere_crowd_low'] == -1
-
-
 def test_worlds_without_a_spread_of_differences_end_in_no_error():
     "As where a judge finds all answers equal."
     found = simulation._method_differences(np.full((2, 9, 2), 1.5), ['sft', 'a'])
