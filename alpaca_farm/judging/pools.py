@@ -85,7 +85,7 @@ class Pool:
     def __post_init__(self): pool_weights(self)   # an error if they give no shares
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        "Average the preferences of all judges with a weight by their weights; nan: a label is missing."
+        "Average the judges' preferences by their weights; nan where a label of one is missing."
         weights = pool_weights(self)
         heard = np.flatnonzero(weights)
         preferences = np.array([self.annotators[k](pairs) for k in heard], dtype=float)
