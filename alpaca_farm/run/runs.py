@@ -814,13 +814,6 @@ def take(self: Run):
 
 # %% ../../nbs/run/runs.ipynb #ac357d8f
 @patch
-def leave(self: Run):
-    "Release the folder's lock, whose file stays as if the process had been killed."
-    if self.lock: self.held.release(force=True)
-    self.lock = None
-
-
-@patch
 @written_once
 def begin(self: Run):
     "Prepare the folder for the first file."
@@ -834,6 +827,13 @@ def begin(self: Run):
     tidy(folder)   # what a killed run has left
     tidy(folder/'checkpoint')
     write_json(folder/'config.json', signed(self.config))
+
+# %% ../../nbs/run/runs.ipynb #c4b7a1d2
+@patch
+def leave(self: Run):
+    "Release the folder's lock, whose file stays as if the process had been killed."
+    if self.lock: self.held.release(force=True)
+    self.lock = None
 
 # %% ../../nbs/run/runs.ipynb #76d298ff
 @patch

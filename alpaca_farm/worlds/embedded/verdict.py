@@ -31,8 +31,17 @@ def _as_on_a_page(question: str, statement: str = '') -> str:
     return begun + f'{capitalise(statement)}" said' if statement else begun
 
 # %% ../../../nbs/worlds/embedded/verdict.ipynb #8f264109
-def stated_value(record: dict, spec: dict, truth: Truth) -> str | None:
-    "Find the value that an answer states; None if it states none."
+def stated_value(
+    record: dict,
+    spec: dict,    # the specification of the request (`request_of`)
+    truth: Truth,  # of the world
+) -> str | None:
+    """Find the value that an answer states; None if it states none.
+
+    Parameters:
+      spec : the specification of the request (`request_of`)
+      truth : of the world
+    """
     for statement in parts(spec, record['output'], truth).get('statement', ()):
         return sayings(spec['kind'])[statement][0]
 
