@@ -199,7 +199,7 @@ def _reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
     if 'scores' not in candidates[0]: return {}
     highest = [max(c['scores']) for c in candidates]
     figures = dict(kl_bound=float(kl_best_of_n(n)), reward=float(np.mean(highest)))
-    if 'logprob' in candidates[0]:
+    if 'logprob' in candidates[0] and candidates[0].get('top_p', 1) == 1:   # of what is sampled
         chosen = [int(np.argmax(c['scores'])) for c in candidates]
         logprobs = [c['logprob'][best] for c, best in zip(candidates, chosen)]
         figures['kl'] = float(kl_best_of_n_estimate(logprobs, n).mean())

@@ -19,7 +19,7 @@ from .data.records import load_records
 from .data.text import check_positions, encode
 from .judging.judges import JudgedConfig, load_annotators
 from .judging.pools import annotator_name, preferences_over, with_verdict
-from .judging.stats import standard_error, win_rate
+from .judging.stats import independent_number, standard_error, win_rate
 from .model.control import add_tokens, prepend_tokens, set_control_prefix
 from .model.logprobs import load_policy, load_reference, logprobs, response_logprobs
 from .model.logprobs import save_model
@@ -225,10 +225,12 @@ def _reward_tokens(plain, cfg: BinaryFeedbackConfig) -> tuple[dict, dict]:
 def _effect_figures(effect: np.ndarray, good: np.ndarray, requests: list) -> dict[str, float]:
     "Accuracy of the effect on held-out answers, and its means on good and on bad ones."
     figures = dict(accuracy=label_accuracy(effect, good, requests))
-    parts = dict(good=effect[good > .5], bad=effect[good < .5])
-    for name, part in parts.items():
+    for name, chosen in dict(good=good > .5, bad=good < .5).items():
+        part = effect[chosen]
+        own = [requests[i] for i in np.flatnonzero(chosen)]
+        alike = len(part) / max(1, independent_number(part, own))
         figures[f'effect_{name}'] = float(part.mean()) if len(part) else math.nan
-        figures[f'effect_{name}_standard_error'] = standard_error(part)
+        figures[f'effect_{name}_standard_error'] = standard_error(part) * math.sqrt(alike)
     return figures
 
 # %% ../nbs/binary_feedback.ipynb #3d42f517

@@ -85,6 +85,12 @@ class OverConfig(SampleConfig, JudgedConfig):
     instances: Several = 150                # requests of the bank to use
     answers: Positive = 4                   # answers of each policy to each request
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.top_p < 1:
+            raise ValueError(f'top_p = {self.top_p}: log-probs are of all tokens, and give the KL '
+                             'of samples of all tokens only. Leave top_p at 1')
+
 # %% ../nbs/overoptimization.ipynb #152ddf00
 def _score_bank(bank: list[dict], score) -> np.ndarray:  # (requests, N)
     "`score`, a function of records, on every sample of the bank; equal samples are scored once."

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .data.dialogues import full_instruction
+from .data.dialogues import full_instruction, prompt_key
 from .data.formats import finite_number
 from .data.pairs import answer_of
 from .data.records import distinct
 from .data.records import load_records
 from .data.text import check_positions, encode
-from .judging.stats import wilson
+from .judging.stats import independent_number, Interval, wilson
 from .model.functional import has_spread
 from .model.loading import load_tokenizer
 from .model.logprobs import load_scalar, save_model, sequence_scores
@@ -237,6 +237,12 @@ def _observed(pairs: list[dict]) -> dict[str, tuple[list[int], np.ndarray]]:
     return observed
 
 
+def _grouped_share(shares: np.ndarray, requests: list) -> Interval:
+    "Estimate the mean of shares (N,), of which several may share a request."
+    n = independent_number(shares, requests)
+    return wilson(float(shares.sum())*(n/len(shares)), n)
+
+
 def _accuracies(
     lead,               # (N,) score of the second answer minus the first's
     pairs: list[dict],  # N preference records
@@ -249,8 +255,9 @@ def _accuracies(
         _, p = observed['expected']
         figures['accuracy_ceiling'] = float(np.maximum(p, 1 - p).mean())
     for kind, (rows, p) in observed.items():
-        right = _pair_accuracy(torch.tensor(lead[rows]), torch.tensor(p))
-        figures |= wilson(float(right.sum()), len(rows)).columns(names[kind])
+        right = _pair_accuracy(torch.tensor(lead[rows]), torch.tensor(p)).numpy()
+        requests = [prompt_key(pairs[i]) for i in rows]
+        figures |= _grouped_share(right, requests).columns(names[kind])
     return figures
 
 # %% ../nbs/reward_model.ipynb #952ea7b0
@@ -258,6 +265,7 @@ def calibration(
     predicted,       # (N,) P(label prefers the second)
     observed,        # (N,) labels, or shares of judges, from 0 to 1
     bins: int = 10,  # of equally many pairs
+    requests=None,   # (N,) of the pairs; None: each has its own
 ) -> list[dict]:
     """Compare the mean prediction for the favoured answer with the observed share, by bins.
 
@@ -265,6 +273,7 @@ def calibration(
       predicted : (N,) P(label prefers the second)
       observed : (N,) labels, or shares of judges, from 0 to 1
       bins : of equally many pairs
+      requests : (N,) of the pairs; None: each has its own
     """
     predicted = np.asarray(predicted, float)
     observed = np.asarray(observed, float)
@@ -272,8 +281,9 @@ def calibration(
     agree = np.where(predicted >= .5, observed, 1 - observed)
     order = np.argsort(sure, kind='stable')
     rows = []
+    if requests is None: requests = range(len(order))
     for b in np.array_split(order, min(bins, len(order))):
-        share, low, high = map(float, wilson(agree[b].sum(), len(b)))
+        share, low, high = map(float, _grouped_share(agree[b], [requests[i] for i in b]))
         mean_sure = float(sure[b].mean())
         rows.append(dict(pairs=len(b), predicted=mean_sure, observed=share, low=low, high=high))
     return rows
@@ -304,7 +314,8 @@ def _save_reward_model(
     p = _label_chance(torch.tensor(lead), cfg.flip_rate).numpy()   # of the label, flips included
     tables = {}
     for name, (rows, seen) in _observed(pairs).items():
-        tables[name] = calibration(p[rows], seen)
+        requests = [prompt_key(pairs[i]) for i in rows]
+        tables[name] = calibration(p[rows], seen, requests=requests)
         figures[f'ece_{name}'] = _calibration_error(tables[name])
     run.write('calibration.json', tables)
     return figures

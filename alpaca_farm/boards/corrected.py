@@ -277,8 +277,8 @@ def _beside_labels(preferences, labels: PeopleLabels) -> np.ndarray:
 
 
 def _labelled_and_judged(preferences, labels: PeopleLabels) -> np.ndarray:
-    "On which requests there are both a label and a verdict."
-    return ~np.isnan(_beside_labels(preferences, labels) + labels.votes)
+    "On which requests with different answers there are both a label and a verdict."
+    return ~np.isnan(_beside_labels(preferences, labels) + labels.votes) & ~labels.same
 
 
 def people_win_rate(

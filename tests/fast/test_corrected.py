@@ -432,6 +432,15 @@ def test_an_interval_with_equal_answers_is_about_all_requests_of_the_kind():
     assert np.mean(held) == pytest.approx(.95, abs=.03)
 
 
+def test_answers_that_both_policies_share_with_the_reference_are_no_labels():
+    "Half of the answers are equal; where they differ, people and judge always prefer the second."
+    same = np.arange(100) % 2 == 0
+    votes = np.where(same | (np.arange(100) > 60), np.nan, 1.)
+    def policy(vote): return np.where(same, 1.5, 1 + vote), PeopleLabels(vote*votes, None, same)
+    found = people_difference(policy(0), policy(1))
+    assert found.value == pytest.approx(50) and found.low < 50 < found.high
+
+
 def test_a_forecast_of_labels_counts_no_equal_answers():
     "As many labels as it names suffice, and are labels of different answers alone."
     rng = np.random.default_rng(1)

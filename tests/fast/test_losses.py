@@ -10,10 +10,10 @@ from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
 import tiny
-from alpaca_farm import ppo
+from alpaca_farm import best_of_n, ppo
 from alpaca_farm.data.records import load_records
 from alpaca_farm.model.functional import masked_mean, masked_var
-from alpaca_farm.overoptimization import standard_marks, standard_reward
+from alpaca_farm.overoptimization import OverConfig, standard_marks, standard_reward
 from alpaca_farm.run.runs import read_log
 from alpaca_farm.train.online import OnlineConfig, rollout_scores, sample_rollout
 from alpaca_farm.worlds.folder import World
@@ -251,3 +251,12 @@ def test_an_advantage_of_one_s_own_is_named_in_place_of_the_table_s(base):
     assert cfg.group == cfg.group_size and not kind.value_model
     found = ppo.group_advantages(torch.tensor([1., 2., 6., 9.]), 4, kind)
     assert found.tolist() == [-1, 0, 4, 7]
+
+
+def test_no_kl_of_samples_from_a_nucleus():
+    "Log-probs are of the whole vocabulary: from a nucleus all 16 samples may be one answer."
+    same = dict(output=['a']*16, scores=[0.]*16, logprob=[-9.]*16)
+    assert 'kl' in best_of_n._reward_figures([dict(same, top_p=1.)], 16)
+    assert 'kl' not in best_of_n._reward_figures([dict(same, top_p=.1)], 16)
+    with pytest.raises(ValueError, match='top_p = 0.1'):
+        OverConfig(top_p=.1)

@@ -9,6 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 import tiny
 from alpaca_farm import reward_model as rm
+from alpaca_farm.binary_feedback import _effect_figures
 from alpaca_farm.data.pairs import answer_of
 from alpaca_farm.data.records import load_records
 from alpaca_farm.data.text import collate, encode_prompts, encode_responses
@@ -49,6 +50,25 @@ def likely(base, tmp_path_factory):
     cfg = config(base, tmp_path_factory.mktemp('likely')/'reward_model', likelihood=C)
     rm.train(cfg)
     return cfg.out, held_out(cfg, 1) + held_out(cfg, 2)
+
+
+def test_pairs_on_one_request_are_not_as_many_independent_pairs():
+    "Ten copies of a pair make no interval narrower."
+    pairs = [dict(instruction=f'Say {i}.', input='', preference=2.) for i in range(40)]
+    lead = np.where(np.arange(40) % 4, 1., -1.)
+    once = rm._accuracies(lead, pairs)
+    copied = rm._accuracies(np.tile(lead, 10), pairs*10)
+    assert copied['accuracy'] == once['accuracy'] == .75
+    assert copied['accuracy_low'] <= once['accuracy_low'] < once['accuracy_high']
+    assert copied['accuracy_high'] == pytest.approx(once['accuracy_high'], abs=.005)
+    good = lead > 0
+    requests = [p['instruction'] for p in pairs]
+    effects = np.random.default_rng(0).normal(size=40)
+    errors = []
+    for n in (1, 10):
+        found = _effect_figures(np.tile(effects, n), np.tile(good, n).astype(float), requests*n)
+        errors.append(found['effect_good_standard_error'])
+    assert errors[1] == pytest.approx(errors[0], rel=.01)
 
 
 def held_out(cfg, k):
