@@ -214,9 +214,9 @@ def per_thousand(values: list) -> float:
 def _record_verdict(record, judge, where):
     "Read the verdict in a preference record; if it names no judge, it is from `judge`."
     pair = _read_pair(record, where)
-    for field in ('annotator', 'judge'):   # the first that is filled in
+    for field in ('annotator', *ANNOTATOR_FIELDS):   # the first that is filled in
         if record.get(field) in (None, ''): continue
-        judge = str(_read_name(record, field, where))
+        judge = _one_name(_read_name(record, field, where))
         break
     verdict = dict(judge=judge, key=text_key(pair), first=plain_lines(pair['output_1']),
                    preference=read_preference(record['preference'], where, 'preference'))

@@ -271,3 +271,20 @@ def test_outside_policies_answer_the_requests_of_any_folder(base, monkeypatch):
     monkeypatch.setattr(ev, 'run_or_fail', lambda jobs, *_: asked.extend(jobs))
     ev._answer_policies(ev.EvalConfig(reference=str(base/'sft'), policies=[str(base/'sft')]))
     assert load_records(asked[0].settings['data']) == load_records(str(base/'sft'), 'outputs')
+
+
+def test_a_score_that_was_cut_off_is_no_score():
+    "The 1 may be the beginning of 10."
+    def read(text, reason):
+        choice = dict(message=dict(content=text), finish_reason=reason)
+        return PARSERS['lmsys_parser'](dict(choices=[choice]), 1)[0]
+    assert np.isnan(read('8 1', 'length'))
+    assert read('8 1', 'stop') == 1
+    assert read('8 10\nThe second', 'length') == 2
+
+
+def test_a_label_of_probability_zero_has_no_log_prob_in_json():
+    "Servers write minus infinity as null, or as a word that becomes null in the store."
+    top = [dict(token='a', logprob=0.), dict(token='b', logprob=None)]
+    answer = dict(choices=[dict(logprobs=dict(content=[dict(top_logprobs=top)]))])
+    assert PARSERS['logprob_parser'](answer, 1, 'a', ['a', 'b'], False) == [1.]

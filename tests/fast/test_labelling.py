@@ -275,3 +275,35 @@ def test_labels_are_of_who_gave_them_whoever_a_file_has_named(tmp_path):
         rows += labels(page, pairs, person)
     (read,) = load_sets([tiny.write(tmp_path/'labels.json', rows)]).values()
     assert [{*p['votes']} for p in read] == [{'Ann', 'Bob'}]*3
+
+
+def test_the_mean_of_duels_labelled_elsewhere_counts_each_person_once(tmp_path):
+    "Three people elsewhere counted as one beside a person here, who was counted twice."
+    cfg = duel_settings(tmp_path)
+    labelling.run(cfg)
+    pair = json.loads((tmp_path/'duels'/'to_label.json').read_text())[0]
+    rows = [dict(pair, preference=1, annotator=name) for name in ('Ann', 'Bob', 'Cy')]
+    cfg = duel_settings(tmp_path, labels=tiny.write(tmp_path/'votes.json', rows))
+    duels = MethodDuels(cfg)
+    assert [len(duels.to_label(person)) for person in ('Ann', 'Dee')] == [9, 9]
+    for person in ('Dee', 'Ann'):
+        queue = LabellingQueue([pair], duels.store, person)
+        i, swapped = queue.next_pair()
+        queue.record_label(i, swapped, 1. if swapped else 2.)
+    _, _, votes = duels.hold()
+    assert votes[0] == dict(Ann=0., Bob=1., Cy=1., Dee=0.)
+    labelling.run(cfg)
+    labels = load_records(cfg.out, 'preferences', 'preference')
+    assert sorted((r['annotator'], r['preference']) for r in labels) == [
+        ('Ann', 2.), ('Bob', 1.), ('Cy', 1.), ('Dee', 2.)]
+
+
+def test_a_pair_that_stands_twice_in_a_file_is_labelled_once(tmp_path):
+    pair = drawn(1)[0]
+    exchanged = pair | dict(output_1=pair['output_2'], output_2=pair['output_1'])
+    cfg = settings(tmp_path, [pair, exchanged])
+    page = page_of(labelling.pairs_to_label(cfg), cfg.store)
+    page.press_key('1')
+    assert not page.pair
+    labelling.run(cfg)
+    assert read_summary(cfg.out)['labels'] == 1

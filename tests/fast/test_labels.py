@@ -160,3 +160,18 @@ def test_a_judge_takes_the_place_of_people_who_discarded_their_votes(tmp_path):
     rows = annotate_pairs([old], second, both_orders=True)
     assert read_recorded(tiny.write(tmp_path/'labels.json', rows))[0].keys() == {
         *PAIR_FIELDS, 'preference', 'annotator', 'orders'}
+
+
+def test_votes_by_name_may_be_words(tmp_path):
+    "As `load_sets` reads them."
+    file = tiny.write(tmp_path/'labels.json', [dict(PAIR, votes=dict(x='model_b', y='tie', z=''))])
+    assert RecordedLabels(read_recorded(file))([PAIR]) == [1.75]
+
+
+@pytest.mark.parametrize('column', ['worker', 'annotator_id', 'completed_by'])
+def test_several_labellers_are_several_judges(tmp_path, column):
+    "Whatever the column of their names; a table program writes numbers as it likes."
+    rows = [dict(PAIR, preference=1, **{column: 7}), dict(PAIR, preference=1, **{column: '7.0'}),
+            dict(PAIR, preference=2, **{column: 8})]
+    found = recorded_verdicts(tiny.write(tmp_path/'verdicts.json', rows), '', SETS)
+    assert {judge for _, judge in found} == {'7', '8'}
