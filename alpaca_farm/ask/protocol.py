@@ -158,7 +158,8 @@ def estimate_tokens(request: dict) -> tuple[float, float]:
     parts = [request.get('messages') or request.get('prompt'), request.get('tools')]
     text = json.dumps(parts, ensure_ascii=False)
     others = sum(not character.isascii() for character in text)
-    most = request.get('max_tokens') or request.get('max_completion_tokens') or 300
+    most = request.get('max_tokens') or request.get('max_completion_tokens')
+    if not most: most = 300 + _REASONING_TOKENS*is_reasoning(dict(model='') | request)
     return (len(text) - others) / 4 + others, most
 
 

@@ -8,6 +8,7 @@ import pytest
 import tiny
 from alpaca_farm import annotators, eval as ev
 from alpaca_farm.ask.client import ApiConfig
+from alpaca_farm.ask.protocol import estimate_tokens
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
@@ -288,3 +289,11 @@ def test_a_label_of_probability_zero_has_no_log_prob_in_json():
     top = [dict(token='a', logprob=0.), dict(token='b', logprob=None)]
     answer = dict(choices=[dict(logprobs=dict(content=[dict(top_logprobs=top)]))])
     assert PARSERS['logprob_parser'](answer, 1, 'a', ['a', 'b'], False) == [1.]
+
+
+def test_a_model_that_reasons_without_a_limit_has_a_price_with_its_thoughts():
+    "A budget held for its short answers only, of which many were under way."
+    request = dict(messages=[dict(role='user', content='a')])
+    most = [estimate_tokens(request | dict(model=model))[1] for model in ('gpt-4.1', 'gpt-5')]
+    assert most[1] > 10*most[0]
+    assert estimate_tokens(request | dict(model='gpt-5', max_completion_tokens=50))[1] == 50
