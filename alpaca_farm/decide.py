@@ -589,7 +589,7 @@ def run(cfg: DecideConfig):
     judge = load_annotators(judge_of_role(farm, 'pool', world), asking)
     people = load_annotators(cfg.labels, asking) if cfg.labels else RecordedLabels([])
     file = label_file(cfg.labels) if cfg.labels else None
-    if file: people = RecordedLabels(last_votes(read_recorded(file)))
+    if file: people = RecordedLabels(last_votes(read_recorded(file, skipped=1.5)))
 
     def ask(pairs):
         means = isinstance(people, RecordedLabels)   # of several persons' votes

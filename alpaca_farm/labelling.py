@@ -226,6 +226,15 @@ def person_labels(
     return rows
 
 
+def _skipped_pairs(store: Store, pairs: list[dict], person: str) -> list[dict]:
+    "List the pairs that a person has skipped, as records without a label."
+    rows = []
+    for pair, answer in zip(pairs, _person_answers(store, pairs, person)):
+        if not answer or answer['preference']: continue
+        rows.append(without_label(pair) | dict(preference=None, annotator=person, skipped=True))
+    return rows
+
+
 def _person_summary(
     rows: list[dict],  # labels of one person, from `person_labels`
 ) -> dict:  # labels, ties, seconds, first; None without data
@@ -373,7 +382,7 @@ class MethodDuels:
         self.answers = _method_answers(cfg)
         self.numbers = number_answers([*self.answers.values()])
         self.elsewhere = []
-        if cfg.labels: self.elsewhere = last_votes(read_recorded(cfg.labels))
+        if cfg.labels: self.elsewhere = last_votes(read_recorded(cfg.labels, skipped=1.5))
 
     def hold(self) -> tuple[Duels, list[dict], list[dict]]:
         "Hold duels until votes are missing: the duels, their pairs and the votes by person."
@@ -457,15 +466,14 @@ def run(cfg: LabellingConfig):
     else: pairs = pairs_to_label(cfg)
     names = [cfg.person.strip()] if cfg.person else _people(store)
     rows = []
-    skipped = 0
+    skipped = []
     for person in names:
         rows += person_labels(store, pairs, person)
-        answers = _person_answers(store, pairs, person)
-        skipped += sum(answer['preference'] is None for answer in answers if answer)
+        skipped += _skipped_pairs(store, pairs, person)
     folder = start(cfg, run, reads=(digest(rows, skipped, waiting),))   # other labels, another folder
     if folder.done: return folder
     given = last_votes(elsewhere + rows)
-    folder.write('preferences.json', given)
+    folder.write('preferences.json', given + skipped)
     best = _write_duels(folder, duels, found, waiting) if cfg.methods else ''
     summary = _person_summary(rows)
     first = summary['first'].columns('first') if summary['first'] else {}
@@ -475,7 +483,7 @@ def run(cfg: LabellingConfig):
     print(f'{len(given)} labels by {people} people on {len(pairs)} pairs, of which {equal} have '
           'equal answers and need none')
     folder.finish(pairs=len(pairs), equal=equal, labels=len(given), ties=ties,
-                  skipped=skipped, people=people, best=best, waiting=len(waiting),
+                  skipped=len(skipped), people=people, best=best, waiting=len(waiting),
                   seconds_per_label=summary['seconds'], **first)
     return folder
 

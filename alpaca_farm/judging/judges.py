@@ -26,7 +26,8 @@ from ..data.formats import as_records
 from ..data.pairs import answer_of, hash_uniform, head2head_pairs, is_preference
 from ..data.pairs import pair_texts, PAIR_FIELDS, read_preference, shown_swapped
 from ..data.pairs import swap_outputs
-from ..data.records import candidate_pair, check_records, find_file, load_records
+from ..data.records import candidate_pair, check_records, find_file, is_true
+from ..data.records import load_records
 from ..data.records import read_rows, read_text
 from .label_files import label_file
 from .parsers import check_parser, PARSERS, without_echo
@@ -432,11 +433,19 @@ def _vote_record(pair, name, vote, where):
     return dict(pair, preference=label, annotator=name)
 
 
-def read_recorded(path) -> list[dict]:
-    "Read labels of a file or run, or AlpacaEval's annotations; ValueError for a wrong row."
+def read_recorded(
+    path,
+    skipped: float | None = None,  # label of a pair that somebody has skipped in `labelling`
+) -> list[dict]:
+    """Read labels of a file or run, or AlpacaEval's annotations; ValueError for a wrong row.
+
+    Parameters:
+      skipped : label of a pair that somebody has skipped in `labelling`
+    """
     rows = read_rows(find_file(str(path), 'preferences'))
     labels = []
     for r in as_records(rows, str(path), ['preference', 'pair']):
+        if is_true(r.get('skipped')): r['preference'] = skipped
         votes = r.get('votes')
         if r.get('preference') is not None or not isinstance(votes, dict): labels.append(r)
         else: labels += [_vote_record(r, *vote, str(path)) for vote in votes.items()]
