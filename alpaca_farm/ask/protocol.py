@@ -68,10 +68,11 @@ def redact(text: str) -> str:
 
 # %% ../../nbs/ask/protocol.ipynb #78af96bc
 def answer_text(answer: dict, refusal: bool = False) -> str:
-    "Read what an answer says in its tool call, else its message, or, if wanted, a `refusal`."
+    "Read what an answer says in its tool calls, else its message, or, if wanted, a `refusal`."
     choice = answer['choices'][0]
     message = choice.get('message') or {}
-    if calls := message.get('tool_calls'): return calls[0]['function']['arguments']
+    if calls := message.get('tool_calls'):
+        return '\n'.join(dict.fromkeys(call['function']['arguments'] for call in calls))
     text = message.get('content') or choice.get('text') or ''
     if refusal and not text: text = message.get('refusal') or ''
     return text

@@ -190,7 +190,8 @@ def agreement_board(
         rows.append(dict(set=s, judge='people', how='votes', **row))
         for (where, judge), verdicts in judged.items():
             if where != s: continue
-            row = _judge_row(pairs, people, traits, verdicts, draws, seed)
+            others = people_votes(pairs, judge)   # who votes is not compared with their own votes
+            row = _judge_row(pairs, others, traits, verdicts, draws, seed)
             rows.append(dict(set=s, judge=judge, **row))
             done(len(rows), f'{judge} on {s}')
     return pd.DataFrame(rows)

@@ -230,10 +230,15 @@ def _record_verdict(record, judge, where):
 def _read_verdicts(file):
     "Read the verdicts of a file; ValueError naming row and field."
     verdicts = []
+    discarded = 0
     for i, record in enumerate(as_records(read_rows(file), file, ['preference'])):
+        if is_discarded(record):
+            discarded += 1
+            continue
         where = f'{file}, row {i}'
         try: verdicts.append(_record_verdict(record, _short_name(file), where))
         except KeyError as e: raise ValueError(f'{where}: the field {e} is missing') from None
+    if discarded: notice(f'{file}: {discarded} {DISCARDED}, and are left out')
     return verdicts
 
 # %% ../../nbs/judging/label_files.ipynb #fe5971bb

@@ -14,6 +14,7 @@ from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
 from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.judges import judge_request, load_annotators, load_evaluators
+from alpaca_farm.judging.judges import parse_verdicts
 from alpaca_farm.judging.parsers import PARSERS
 from alpaca_farm.judging.pools import annotator_order, draw_annotator, mean_preferences, Pool
 from alpaca_farm.run.runs import read_summary
@@ -297,3 +298,16 @@ def test_a_model_that_reasons_without_a_limit_has_a_price_with_its_thoughts():
     most = [estimate_tokens(request | dict(model=model))[1] for model in ('gpt-4.1', 'gpt-5')]
     assert most[1] > 10*most[0]
     assert estimate_tokens(request | dict(model='gpt-5', max_completion_tokens=50))[1] == 50
+
+
+def test_tool_calls_that_contradict_each_other_are_no_verdict():
+    "The first was taken."
+    judge, = load_evaluators('alpaca_eval_gpt4_fn')
+    def call(rank):
+        models = [dict(model='model_1', rank=rank), dict(model='model_2', rank=3 - rank)]
+        return dict(function=dict(name='f', arguments=json.dumps(dict(ordered_models=models))))
+    def read(*ranks):
+        message = dict(content=None, tool_calls=[*map(call, ranks)])
+        return parse_verdicts(judge, dict(choices=[dict(message=message)]))
+    assert read(2) == read(2, 2) == [2.]
+    assert np.isnan(read(1, 2)).all()

@@ -175,3 +175,9 @@ def test_several_labellers_are_several_judges(tmp_path, column):
             dict(PAIR, preference=2, **{column: 8})]
     found = recorded_verdicts(tiny.write(tmp_path/'verdicts.json', rows), '', SETS)
     assert {judge for _, judge in found} == {'7', '8'}
+
+
+def test_discarded_verdicts_count_nowhere(tmp_path):
+    rows = [dict(PAIR, preference=1, annotator='x', status='discarded'),
+            dict(PAIR, preference=2, annotator='y')]
+    assert {*recorded_verdicts(tiny.write(tmp_path/'v.json', rows), '', SETS)} == {('s', 'y')}
