@@ -45,8 +45,13 @@ def is_reasoning(decoding: dict) -> bool:
 
 
 def adapt_decoding(decoding: dict, given: dict = {}) -> dict:
-    "Add the `given` fields to the fields of a request, in the form that the model takes."
+    """Add the `given` fields to the fields of a request, in the form that the model takes;
+    ValueError for a limit of tokens that is none."""
     fields = {k: v for k, v in (decoding | given).items() if v is not None}
+    for name in ('max_tokens', 'max_completion_tokens'):
+        most = fields.get(name, 1)
+        if type(most) is int and most > 0: continue
+        raise ValueError(f'{name} = {most!r}: write a whole number above 0, or null for no limit')
     if not REASONING_MODELS.search(fields['model']): return fields
     limit = fields.pop('max_tokens', None)
     if is_reasoning(fields):

@@ -311,3 +311,11 @@ def test_tool_calls_that_contradict_each_other_are_no_verdict():
         return parse_verdicts(judge, dict(choices=[dict(message=message)]))
     assert read(2) == read(2, 2) == [2.]
     assert np.isnan(read(1, 2)).all()
+
+
+@pytest.mark.parametrize('limit', ['many', '1.5', '-1', 'true'])
+def test_a_limit_of_tokens_is_a_number(limit):
+    "A word ended in a traceback, and -1 made a request cheaper than nothing for the budget."
+    cfg = ApiConfig(decoding=[f'max_tokens={limit}'], models=['gpt-4=gpt-4.1'])
+    with pytest.raises(ValueError, match='^max_tokens = .* whole number'):
+        load_annotators('alpaca_eval_gpt4', cfg)
