@@ -206,7 +206,8 @@ def _known_labels(labels: str) -> list[dict]:
     known = []
     pairs = {}   # the first row on each
     for r in last_votes(read_recorded(file)):
-        is_check = r.get('generator_1') == 'sft' and r.get('drawn') == 'random'
+        of_sft = r.get('generator_1') == r.get('generator_2') == 'sft'
+        is_check = of_sft and r.get('drawn') == 'random'
         if r['output_1'] == r['output_2'] or is_check or r.get('drawn') == 'duel': continue
         known.append(r)
         pairs.setdefault(text_key(r), r)
