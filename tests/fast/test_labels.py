@@ -1,4 +1,6 @@
 "Labels in files of other tools: what counts, for whom, and how often."
+import csv
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -181,3 +183,15 @@ def test_discarded_verdicts_count_nowhere(tmp_path):
     rows = [dict(PAIR, preference=1, annotator='x', status='discarded'),
             dict(PAIR, preference=2, annotator='y')]
     assert {*recorded_verdicts(tiny.write(tmp_path/'v.json', rows), '', SETS)} == {('s', 'y')}
+
+
+def test_a_table_may_hold_dialogues_beside_plain_requests(tmp_path):
+    "Whose cells in the other's column are empty."
+    dialogue = json.dumps([dict(role='user', content='Hi.')])
+    pairs = [dict(PAIR, messages=''), dict(PAIR, instruction='', messages=dialogue)]
+    rows = [[*pair.values(), 1] for pair in pairs]
+    path = tmp_path/'labels.csv'
+    with path.open('w', newline='') as file:
+        csv.writer(file).writerows([[*pairs[0], 'preference'], *rows])
+    asked = [PAIR, dict(PAIR, messages=json.loads(dialogue))]
+    assert RecordedLabels(read_recorded(path))(asked) == [1., 1.]
