@@ -441,3 +441,15 @@ def test_a_person_is_not_compared_with_their_own_votes(tmp_path):
     assert people['n_agreement'] == 300
     assert [judge['judge'] for judge in judges] == [*'xyz']
     for judge in judges: assert .4 < judge['accuracy'] < .6
+
+
+def test_nobody_is_paid_to_compare_equal_answers():
+    "A judge that takes the first of two was as inconsistent on them as on others."
+    asked = []
+    def first(pairs):
+        asked.extend(pairs)
+        return [1.]*len(pairs)
+    pairs = [dict(instruction='q', input='', output_1='a', output_2=text) for text in 'ab']
+    found = A.ask_judge(first, pairs)
+    assert found.preferences[0].T.tolist() == [[1.5, 1.5], [1., 2.]]
+    assert [p['output_1'] for p in asked] == ['a', 'b']
