@@ -19,7 +19,7 @@ from .boards.leaderboards import leaderboard_row
 from .data.dialogues import full_instruction, prompt_key, with_instruction
 from .data.pairs import hash_uniform, head2head_pairs, output_texts, PAIR_FIELDS
 from .data.records import check_records, load_rows, read_rows
-from .judging.judges import load_annotators
+from .judging.judges import api_clients, load_annotators
 from .run.paths import at_root
 
 # %% ../nbs/auto_annotations.ipynb #2936617a
@@ -76,6 +76,8 @@ class PairwiseAutoAnnotator:
     ):
         self.seed = seed
         self.set_noise(p_label_flip)
+        self.reuses = is_avoid_reannotations
+        self.run_name = secrets.token_hex(8)   # by which the store adds up what is paid
         if caching_path is None or not is_avoid_reannotations:
             self.folder = tempfile.TemporaryDirectory()   # deleted together with this object
             caching_path = f'{self.folder.name}/answers.sqlite'
@@ -99,6 +101,9 @@ class PairwiseAutoAnnotator:
             given = [f'{name}={json.dumps(value)}' for name, value in decoding_kwargs.items()]
             cfg = replace(self.cfg, decoding=self.cfg.decoding + given)
             pool = load_annotators(self.spec, cfg)
+        for client in api_clients(pool):
+            client.run_name = client.run_name or self.run_name
+            if not self.reuses: client.store.run('delete from answers')
         share = self.p_label_flip if p_label_flip is None else _flip_share(p_label_flip)
         rows = _records_of(to_annotate)
         seed = self.seed if self.seed is not None else secrets.randbits(32)

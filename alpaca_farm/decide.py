@@ -206,7 +206,8 @@ def _known_labels(labels: str) -> list[dict]:
     known = []
     pairs = {}   # the first row on each
     for r in last_votes(read_recorded(file)):
-        is_check = r.get('generator_1') == 'sft' and r.get('drawn') == 'random'
+        of_sft = r.get('generator_1') == r.get('generator_2') == 'sft'
+        is_check = of_sft and r.get('drawn') == 'random'
         if r['output_1'] == r['output_2'] or is_check or r.get('drawn') == 'duel': continue
         known.append(r)
         pairs.setdefault(text_key(r), r)
@@ -589,7 +590,7 @@ def run(cfg: DecideConfig):
     judge = load_annotators(judge_of_role(farm, 'pool', world), asking)
     people = load_annotators(cfg.labels, asking) if cfg.labels else RecordedLabels([])
     file = label_file(cfg.labels) if cfg.labels else None
-    if file: people = RecordedLabels(last_votes(read_recorded(file)))
+    if file: people = RecordedLabels(last_votes(read_recorded(file, skipped=1.5)))
 
     def ask(pairs):
         means = isinstance(people, RecordedLabels)   # of several persons' votes

@@ -105,8 +105,10 @@ def _label_request(
 
 # %% ../nbs/labelling.ipynb #98ed1983
 def pairs_to_label(cfg) -> list[dict]:
-    "Load the pairs that the settings name; those drawn have `drawn` = random."
-    pairs = load_pairs(cfg)
+    "Load the pairs that the settings name, each once; those drawn have `drawn` = random."
+    by_text = {}
+    for pair in load_pairs(cfg): by_text.setdefault((pair.get('idx'), *text_key(pair)), pair)
+    pairs = [*by_text.values()]
     if not cfg.draw: return pairs
     def place(pair): return hash_uniform(cfg.seed, 'draw', *prompt_key(pair))
     by_prompt = {}   # in random order
@@ -221,6 +223,15 @@ def person_labels(
         rows.append(without_label(pair) | dict(
             preference=_own_order(answer), annotator=person, time=answer['seconds'],
             shown_first=1 + answer['swapped']))
+    return rows
+
+
+def _skipped_pairs(store: Store, pairs: list[dict], person: str) -> list[dict]:
+    "List the pairs that a person has skipped, as records without a label."
+    rows = []
+    for pair, answer in zip(pairs, _person_answers(store, pairs, person)):
+        if not answer or answer['preference']: continue
+        rows.append(without_label(pair) | dict(preference=None, annotator=person, skipped=True))
     return rows
 
 
@@ -348,9 +359,13 @@ def _method_answers(cfg: LabellingConfig) -> dict[str, list[dict]]:
 # %% ../nbs/labelling.ipynb #6be73c48
 def _votes_by_pair(store: Store, pairs: list[dict], elsewhere: list[dict]) -> list[dict]:
     "By pair, the votes for output_1 in [0, 1] by who gave them, a skipped pair as a tie."
-    recorded = RecordedLabels(elsewhere)(pairs)
+    known = {}   # by text, then by person
+    for i, row in enumerate(elsewhere):
+        known.setdefault(text_key(row), {})[name_voter(row) or i] = row
     votes = []
-    for label in recorded: votes.append({} if np.isnan(label) else {'elsewhere': 2 - label})
+    for pair in pairs:
+        given = known.get(text_key(pair), {})
+        votes.append({name: 2 - RecordedLabels([row])([pair])[0] for name, row in given.items()})
     for person in _people(store):
         for own, given in zip(votes, _person_answers(store, pairs, person)):
             if not given: continue
@@ -367,7 +382,7 @@ class MethodDuels:
         self.answers = _method_answers(cfg)
         self.numbers = number_answers([*self.answers.values()])
         self.elsewhere = []
-        if cfg.labels: self.elsewhere = last_votes(read_recorded(cfg.labels))
+        if cfg.labels: self.elsewhere = last_votes(read_recorded(cfg.labels, skipped=1.5))
 
     def hold(self) -> tuple[Duels, list[dict], list[dict]]:
         "Hold duels until votes are missing: the duels, their pairs and the votes by person."
@@ -387,9 +402,13 @@ class MethodDuels:
         return [row for row in self.elsewhere if text_key(row) in known]
 
     def to_label(self, person: str) -> list[dict]:
-        "List the pairs that only this person has voted on, or nobody."
+        "List the pairs that only this person has voted on, here, or nobody."
         _, pairs, votes = self.hold()
-        return [pair for pair, own in zip(pairs, votes) if own.keys() <= {person}]
+        known = {*map(text_key, self.elsewhere)}
+        asked = []
+        for pair, own in zip(pairs, votes):
+            if own.keys() <= {person} and text_key(pair) not in known: asked.append(pair)
+        return asked
 
 # %% ../nbs/labelling.ipynb #43c8f3db
 class DuelQueue(LabellingQueue):
@@ -447,15 +466,14 @@ def run(cfg: LabellingConfig):
     else: pairs = pairs_to_label(cfg)
     names = [cfg.person.strip()] if cfg.person else _people(store)
     rows = []
-    skipped = 0
+    skipped = []
     for person in names:
         rows += person_labels(store, pairs, person)
-        answers = _person_answers(store, pairs, person)
-        skipped += sum(answer['preference'] is None for answer in answers if answer)
+        skipped += _skipped_pairs(store, pairs, person)
     folder = start(cfg, run, reads=(digest(rows, skipped, waiting),))   # other labels, another folder
     if folder.done: return folder
-    given = rows + elsewhere
-    folder.write('preferences.json', given)
+    given = last_votes(elsewhere + rows)
+    folder.write('preferences.json', given + skipped)
     best = _write_duels(folder, duels, found, waiting) if cfg.methods else ''
     summary = _person_summary(rows)
     first = summary['first'].columns('first') if summary['first'] else {}
@@ -465,7 +483,7 @@ def run(cfg: LabellingConfig):
     print(f'{len(given)} labels by {people} people on {len(pairs)} pairs, of which {equal} have '
           'equal answers and need none')
     folder.finish(pairs=len(pairs), equal=equal, labels=len(given), ties=ties,
-                  skipped=skipped, people=people, best=best, waiting=len(waiting),
+                  skipped=len(skipped), people=people, best=best, waiting=len(waiting),
                   seconds_per_label=summary['seconds'], **first)
     return folder
 

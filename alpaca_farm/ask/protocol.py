@@ -45,8 +45,13 @@ def is_reasoning(decoding: dict) -> bool:
 
 
 def adapt_decoding(decoding: dict, given: dict = {}) -> dict:
-    "Add the `given` fields to the fields of a request, in the form that the model takes."
+    """Add the `given` fields to the fields of a request, in the form that the model takes;
+    ValueError for a limit of tokens that is none."""
     fields = {k: v for k, v in (decoding | given).items() if v is not None}
+    for name in ('max_tokens', 'max_completion_tokens'):
+        most = fields.get(name, 1)
+        if type(most) is int and most > 0: continue
+        raise ValueError(f'{name} = {most!r}: write a whole number above 0, or null for no limit')
     if not REASONING_MODELS.search(fields['model']): return fields
     limit = fields.pop('max_tokens', None)
     if is_reasoning(fields):
@@ -68,10 +73,11 @@ def redact(text: str) -> str:
 
 # %% ../../nbs/ask/protocol.ipynb #78af96bc
 def answer_text(answer: dict, refusal: bool = False) -> str:
-    "Read what an answer says in its tool call, else its message, or, if wanted, a `refusal`."
+    "Read what an answer says in its tool calls, else its message, or, if wanted, a `refusal`."
     choice = answer['choices'][0]
     message = choice.get('message') or {}
-    if calls := message.get('tool_calls'): return calls[0]['function']['arguments']
+    if calls := message.get('tool_calls'):
+        return '\n'.join(dict.fromkeys(call['function']['arguments'] for call in calls))
     text = message.get('content') or choice.get('text') or ''
     if refusal and not text: text = message.get('refusal') or ''
     return text
@@ -158,7 +164,8 @@ def estimate_tokens(request: dict) -> tuple[float, float]:
     parts = [request.get('messages') or request.get('prompt'), request.get('tools')]
     text = json.dumps(parts, ensure_ascii=False)
     others = sum(not character.isascii() for character in text)
-    most = request.get('max_tokens') or request.get('max_completion_tokens') or 300
+    most = request.get('max_tokens') or request.get('max_completion_tokens')
+    if not most: most = 300 + _REASONING_TOKENS*is_reasoning(dict(model='') | request)
     return (len(text) - others) / 4 + others, most
 
 

@@ -81,7 +81,8 @@ def ask_judge(
     pairs: list[dict],
     seed: int = 0,      # of the choice of judges
 ) -> Verdicts:
-    """Ask a judge about pairs in both orders; ValueError if requests remain open.
+    """Ask a judge about pairs in both orders, two equal answers being a tie; ValueError if requests
+    remain open.
 
     Parameters:
       judge : a judge or a pool
@@ -92,10 +93,12 @@ def ask_judge(
     weights = pool_weights(judge)
     orders = [annotator_order(p, weights, seed) for p in pairs]
     drawn = np.array(orders)[:, :_MOST_ASKED].T
-    places = [np.nonzero(drawn == k) for k in range(len(members))]
+    equal = np.array([p['output_1'] == p['output_2'] for p in pairs])
+    places = [np.nonzero((drawn == k) & ~equal) for k in range(len(members))]
     seen = []
     for _, at in places: seen.append([pairs[i] for i in at])
     preferences = np.full((len(drawn), 2, len(pairs)), np.nan)
+    preferences[:, :, equal] = 1.5
     verdicts = []
     for (rank, at), given in zip(places, ask_annotators(members, seen, both_orders=True)):
         if given: preferences[rank, :, at] = [v.orders for v in given]
@@ -190,7 +193,8 @@ def agreement_board(
         rows.append(dict(set=s, judge='people', how='votes', **row))
         for (where, judge), verdicts in judged.items():
             if where != s: continue
-            row = _judge_row(pairs, people, traits, verdicts, draws, seed)
+            others = people_votes(pairs, judge)   # who votes is not compared with their own votes
+            row = _judge_row(pairs, others, traits, verdicts, draws, seed)
             rows.append(dict(set=s, judge=judge, **row))
             done(len(rows), f'{judge} on {s}')
     return pd.DataFrame(rows)

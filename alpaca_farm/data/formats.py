@@ -548,6 +548,7 @@ def _one_prompt(row):
     messages = row.get('messages')
     instruction = row.get('instruction')
     if not messages or not isinstance(messages, list) or instruction is None: return row
+    if instruction == '': return {k: v for k, v in row.items() if k != 'instruction'}   # of a table
     turns = list(map(as_turn, messages))
     while turns and turns[-1]['role'] == 'assistant': turns.pop()   # an answer
     last = turns[-1]['content'] if turns else ''

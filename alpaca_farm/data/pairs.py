@@ -249,11 +249,12 @@ def head2head_pairs(
                          'must answer the same requests, in the same order')
     pairs = []
     for records in zip(outputs_1, outputs_2):
-        pair = {k: v for k, v in records[1].items() if k not in ('output', 'ended')}
+        pair = {k: v for k, v in records[1].items() if k not in ('output', 'ended', 'generator')}
         pair['input'] = pair.get('input') or ''
         for k, record in enumerate(records, 1):
             pair[f'output_{k}'] = shown_texts(record)[0]
-            if record.get('ended') is not None: pair[f'ended_{k}'] = record['ended']
+            for name in ('ended', 'generator'):
+                if record.get(name) is not None: pair[f'{name}_{k}'] = record[name]
         pairs.append(pair)
     return pairs
 

@@ -336,7 +336,7 @@ DISCARDED = 'votes were discarded by the people who gave them'
 _OF_A_LABEL = (   # what a label is, who gave it, and what it cost
     *ANNOTATOR_FIELDS, 'preference', 'votes', 'win2_prob', 'status', 'was_cancelled', 'orders',
     'price', 'time', 'raw', 'price_per_example', 'time_per_example', 'raw_completion', 'flipped',
-    'expected')
+    'expected', 'skipped')
 
 
 def without_label(pair: dict) -> dict:

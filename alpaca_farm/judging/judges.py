@@ -24,8 +24,10 @@ from ..ask.protocol import is_reasoning, REQUEST_FIELDS, token_usage
 from ..data.dialogues import full_instruction, prompt_key
 from ..data.formats import as_records
 from ..data.pairs import answer_of, hash_uniform, head2head_pairs, is_preference
-from ..data.pairs import pair_texts, PAIR_FIELDS, shown_swapped, swap_outputs
-from ..data.records import candidate_pair, check_records, find_file, load_records
+from ..data.pairs import pair_texts, PAIR_FIELDS, read_preference, shown_swapped
+from ..data.pairs import swap_outputs
+from ..data.records import candidate_pair, check_records, find_file, is_true
+from ..data.records import load_records
 from ..data.records import read_rows, read_text
 from .label_files import label_file
 from .parsers import check_parser, PARSERS, without_echo
@@ -424,14 +426,29 @@ class RecordedLabels:
         return [float(known_mean(self.labels.get(pair_texts(p), math.nan))) for p in pairs]
 
 
-def read_recorded(path) -> list[dict]:
-    "Read labels of a file or run, or AlpacaEval's annotations; ValueError for a wrong row."
+def _vote_record(pair, name, vote, where):
+    "Make one of the `votes` on a pair a record of its own."
+    preference = read_preference(vote, where, name)
+    label = None if math.isnan(preference) else preference
+    return dict(pair, preference=label, annotator=name)
+
+
+def read_recorded(
+    path,
+    skipped: float | None = None,  # label of a pair that somebody has skipped in `labelling`
+) -> list[dict]:
+    """Read labels of a file or run, or AlpacaEval's annotations; ValueError for a wrong row.
+
+    Parameters:
+      skipped : label of a pair that somebody has skipped in `labelling`
+    """
     rows = read_rows(find_file(str(path), 'preferences'))
     labels = []
     for r in as_records(rows, str(path), ['preference', 'pair']):
+        if is_true(r.get('skipped')): r['preference'] = skipped
         votes = r.get('votes')
         if r.get('preference') is not None or not isinstance(votes, dict): labels.append(r)
-        else: labels += [dict(r, preference=vote, annotator=name) for name, vote in votes.items()]
+        else: labels += [_vote_record(r, *vote, str(path)) for vote in votes.items()]
     return check_records(labels, 'preference', str(path))
 
 # %% ../../nbs/judging/judges.ipynb #ebfe0b44

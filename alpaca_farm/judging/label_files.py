@@ -214,9 +214,9 @@ def per_thousand(values: list) -> float:
 def _record_verdict(record, judge, where):
     "Read the verdict in a preference record; if it names no judge, it is from `judge`."
     pair = _read_pair(record, where)
-    for field in ('annotator', 'judge'):   # the first that is filled in
+    for field in ('annotator', *ANNOTATOR_FIELDS):   # the first that is filled in
         if record.get(field) in (None, ''): continue
-        judge = str(_read_name(record, field, where))
+        judge = _one_name(_read_name(record, field, where))
         break
     verdict = dict(judge=judge, key=text_key(pair), first=plain_lines(pair['output_1']),
                    preference=read_preference(record['preference'], where, 'preference'))
@@ -230,10 +230,15 @@ def _record_verdict(record, judge, where):
 def _read_verdicts(file):
     "Read the verdicts of a file; ValueError naming row and field."
     verdicts = []
+    discarded = 0
     for i, record in enumerate(as_records(read_rows(file), file, ['preference'])):
+        if is_discarded(record):
+            discarded += 1
+            continue
         where = f'{file}, row {i}'
         try: verdicts.append(_record_verdict(record, _short_name(file), where))
         except KeyError as e: raise ValueError(f'{where}: the field {e} is missing') from None
+    if discarded: notice(f'{file}: {discarded} {DISCARDED}, and are left out')
     return verdicts
 
 # %% ../../nbs/judging/label_files.ipynb #fe5971bb

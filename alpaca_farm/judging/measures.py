@@ -162,12 +162,19 @@ def cast_votes(
     return votes
 
 # %% ../../nbs/judging/measures.ipynb #905bca44
-def people_votes(pairs: list[dict]) -> np.ndarray:
-    "Put people's votes into a table (most votes on a pair, pairs), nan where there are fewer."
+def people_votes(
+    pairs: list[dict],
+    but: str = '',   # a person whose votes are left out
+) -> np.ndarray:
+    """Put people's votes into a table (most votes on a pair, pairs), nan where there are fewer.
+
+    Parameters:
+      but : a person whose votes are left out
+    """
     most = max(len(p['votes']) for p in pairs)
     votes = np.full((most, len(pairs)), np.nan)
     for i, p in enumerate(pairs):
-        cast = list(p['votes'].values())
+        cast = [vote for name, vote in p['votes'].items() if name != but]
         votes[:len(cast), i] = cast
     return votes
 

@@ -107,11 +107,16 @@ def _is_plain(text: str, found: _Found, one_line: bool, cut_off: bool) -> bool:
     return bool(_BEFORE.fullmatch(before) and _BEHIND.fullmatch(behind))
 
 # %% ../../nbs/judging/parsers.ipynb #52747bef
+def _is_cut_off(answer):
+    "Tell whether an answer reached its limit of tokens."
+    return answer['choices'][0].get('finish_reason') == 'length'
+
+
 def _regex_parser(answer, size, outputs_to_match):
     """Read the preferences of the patterns that match, in a plain sentence each; nan for all
     otherwise. The answer on one pair may name its label several times, or give a reason."""
     text = '\n' + verdict_text(answer)
-    cut_off = answer['choices'][0].get('finish_reason') == 'length'
+    cut_off = _is_cut_off(answer)
     found = _find_labels(text, outputs_to_match)
     preferences = [one.preference for one in found]
     none = [math.nan] * size
@@ -160,8 +165,9 @@ _SCORES = re.compile(r'(\d+\.?\d*)(?:, ?| +)(\d+\.?\d*)')
 
 
 def _scores_parser(answer, size):
-    "Read which of two scores on the first line is larger, if no other line contradicts it."
+    "Read which of two whole scores on the first line is larger, if no other line contradicts it."
     lines = verdict_text(answer).split('\n')
+    if len(lines) == 1 and _is_cut_off(answer): return [math.nan]
     said = [_SCORES.fullmatch(line.strip()) for line in lines]
     scores = {tuple(map(float, line.groups())) for line in said if line}
     if not said[0] or len(scores) > 1: return [math.nan]
@@ -181,6 +187,7 @@ def _label_preference(top, first, labels, binarize):
     p = dict.fromkeys([*labels, first], 0.)
     for entry in top:
         token = entry['token']
+        if entry['logprob'] is None: continue   # minus infinity, which JSON cannot hold
         if entry['logprob'] >= 1e-3: return math.nan   # not a log-prob
         if token in p: p[token] = math.exp(entry['logprob'])
     total = sum(p[label] for label in labels)

@@ -11,7 +11,7 @@ from alpaca_farm import world
 from alpaca_farm.boards import agreement as A
 from alpaca_farm.data.pairs import swap_outputs
 from alpaca_farm.judging.judges import read_recorded
-from alpaca_farm.judging.label_files import recorded_verdicts
+from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.judging.measures import cast_votes, judge_measures, pair_traits, people_votes
 from alpaca_farm.judging.pools import annotator_preferences
 from alpaca_farm.run.files import read_json
@@ -425,3 +425,31 @@ def test_alpha_is_the_same_in_whichever_order_a_file_has_the_answers():
         measures = judge_measures(cast_votes(preferences, rows), people_votes(rows), pair_traits(rows))
         found.append(measures['alpha'])
     assert found[0] == pytest.approx(found[1])
+
+
+def test_a_person_is_not_compared_with_their_own_votes(tmp_path):
+    "Labellers who vote at random agreed with the people, themselves among them, in 85 %."
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(300):
+        pair = dict(instruction=f'{i}?', output_1='a', output_2='b')
+        rows += [dict(pair, preference=int(rng.integers(1, 3)), annotator=who) for who in 'xyz']
+    file = tiny.write(tmp_path/'labels.json', rows)
+    sets = load_sets([file])
+    board = A.agreement_board(sets, A.verdicts_of_judges([file], sets, None), draws=10)
+    people, *judges = board.to_dict('records')
+    assert people['n_agreement'] == 300
+    assert [judge['judge'] for judge in judges] == [*'xyz']
+    for judge in judges: assert .4 < judge['accuracy'] < .6
+
+
+def test_nobody_is_paid_to_compare_equal_answers():
+    "A judge that takes the first of two was as inconsistent on them as on others."
+    asked = []
+    def first(pairs):
+        asked.extend(pairs)
+        return [1.]*len(pairs)
+    pairs = [dict(instruction='q', input='', output_1='a', output_2=text) for text in 'ab']
+    found = A.ask_judge(first, pairs)
+    assert found.preferences[0].T.tolist() == [[1.5, 1.5], [1., 2.]]
+    assert [p['output_1'] for p in asked] == ['a', 'b']

@@ -149,3 +149,25 @@ def test_a_data_frame_from_parquet_has_arrays_of_outputs(tmp_path):
     rows = [dict(instruction='a', input='', output=['b', 'cc'])]
     pd.DataFrame(rows).to_parquet(tmp_path/'samples.parquet')
     assert _records_of(pd.read_parquet(tmp_path/'samples.parquet')) == rows
+
+
+def test_one_budget_for_calls_with_other_decoding(server, tmp_path):
+    "Each such call had the whole budget."
+    prices = tiny.write(tmp_path/'prices.yaml', {'gpt-4': [0, 10**6]})
+    server.set(usage=dict(prompt_tokens=1, completion_tokens=100))
+    annotator = PairwiseAutoAnnotator(budget=150., prices=prices, concurrency=1)
+    for temperature in (.1, .2, .3): annotator.annotate_pairs([PAIR], temperature=temperature)
+    assert len(server.requests()) == 1
+
+
+def test_without_earlier_answers_each_call_asks(server):
+    "Two calls gave the same sample of a judge, as if it never varied."
+    annotator = PairwiseAutoAnnotator(is_avoid_reannotations=False)
+    for _ in range(2): annotator.annotate_pairs([PAIR])
+    assert len(server.requests()) == 2
+
+
+def test_two_models_answers_keep_the_models_names(server):
+    one, two = ([dict(instruction='a', output=text, generator=text*2)] for text in ('c', 'dddd'))
+    row, = PairwiseAutoAnnotator().annotate_head2head(one, two)
+    assert (row['generator_1'], row['generator_2']) == ('cc', 'dddddddd')

@@ -8,11 +8,13 @@ import pytest
 import tiny
 from alpaca_farm import annotators, eval as ev
 from alpaca_farm.ask.client import ApiConfig
+from alpaca_farm.ask.protocol import estimate_tokens
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.boards.judged import judge_all
 from alpaca_farm.data.records import load_records
 from alpaca_farm.judging.judges import judge_request, load_annotators, load_evaluators
+from alpaca_farm.judging.judges import parse_verdicts
 from alpaca_farm.judging.parsers import PARSERS
 from alpaca_farm.judging.pools import annotator_order, draw_annotator, mean_preferences, Pool
 from alpaca_farm.run.runs import read_summary
@@ -271,3 +273,49 @@ def test_outside_policies_answer_the_requests_of_any_folder(base, monkeypatch):
     monkeypatch.setattr(ev, 'run_or_fail', lambda jobs, *_: asked.extend(jobs))
     ev._answer_policies(ev.EvalConfig(reference=str(base/'sft'), policies=[str(base/'sft')]))
     assert load_records(asked[0].settings['data']) == load_records(str(base/'sft'), 'outputs')
+
+
+def test_a_score_that_was_cut_off_is_no_score():
+    "The 1 may be the beginning of 10."
+    def read(text, reason):
+        choice = dict(message=dict(content=text), finish_reason=reason)
+        return PARSERS['lmsys_parser'](dict(choices=[choice]), 1)[0]
+    assert np.isnan(read('8 1', 'length'))
+    assert read('8 1', 'stop') == 1
+    assert read('8 10\nThe second', 'length') == 2
+
+
+def test_a_label_of_probability_zero_has_no_log_prob_in_json():
+    "Servers write minus infinity as null, or as a word that becomes null in the store."
+    top = [dict(token='a', logprob=0.), dict(token='b', logprob=None)]
+    answer = dict(choices=[dict(logprobs=dict(content=[dict(top_logprobs=top)]))])
+    assert PARSERS['logprob_parser'](answer, 1, 'a', ['a', 'b'], False) == [1.]
+
+
+def test_a_model_that_reasons_without_a_limit_has_a_price_with_its_thoughts():
+    "A budget held for its short answers only, of which many were under way."
+    request = dict(messages=[dict(role='user', content='a')])
+    most = [estimate_tokens(request | dict(model=model))[1] for model in ('gpt-4.1', 'gpt-5')]
+    assert most[1] > 10*most[0]
+    assert estimate_tokens(request | dict(model='gpt-5', max_completion_tokens=50))[1] == 50
+
+
+def test_tool_calls_that_contradict_each_other_are_no_verdict():
+    "The first was taken."
+    judge, = load_evaluators('alpaca_eval_gpt4_fn')
+    def call(rank):
+        models = [dict(model='model_1', rank=rank), dict(model='model_2', rank=3 - rank)]
+        return dict(function=dict(name='f', arguments=json.dumps(dict(ordered_models=models))))
+    def read(*ranks):
+        message = dict(content=None, tool_calls=[*map(call, ranks)])
+        return parse_verdicts(judge, dict(choices=[dict(message=message)]))
+    assert read(2) == read(2, 2) == [2.]
+    assert np.isnan(read(1, 2)).all()
+
+
+@pytest.mark.parametrize('limit', ['many', '1.5', '-1', 'true'])
+def test_a_limit_of_tokens_is_a_number(limit):
+    "A word ended in a traceback, and -1 made a request cheaper than nothing for the budget."
+    cfg = ApiConfig(decoding=[f'max_tokens={limit}'], models=['gpt-4=gpt-4.1'])
+    with pytest.raises(ValueError, match='^max_tokens = .* whole number'):
+        load_annotators('alpaca_eval_gpt4', cfg)

@@ -8,15 +8,17 @@ import sys
 import tiny
 import pytest
 
-from alpaca_farm import labelling, world
+from alpaca_farm import decide, labelling, world
 from alpaca_farm.ask.store import Store
 from alpaca_farm.data.pairs import PAIR_FIELDS
 from alpaca_farm.data.records import load_records
 from alpaca_farm.labelling import _person_sees_swapped, LabellingConfig
 from alpaca_farm.labelling import DuelQueue, LabellingPage, LabellingQueue, MethodDuels
 from alpaca_farm.judging.label_files import load_sets
+from alpaca_farm.judging.stats import Interval
 from alpaca_farm.labelling import person_labels
 from alpaca_farm.run.runs import read_summary
+from alpaca_farm.worlds.folder import World
 
 SECRETS = dict(generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.],
                preference=2., annotator='SECRET-c')
@@ -275,3 +277,63 @@ def test_labels_are_of_who_gave_them_whoever_a_file_has_named(tmp_path):
         rows += labels(page, pairs, person)
     (read,) = load_sets([tiny.write(tmp_path/'labels.json', rows)]).values()
     assert [{*p['votes']} for p in read] == [{'Ann', 'Bob'}]*3
+
+
+def test_the_mean_of_duels_labelled_elsewhere_counts_each_person_once(tmp_path):
+    "Three people elsewhere counted as one beside a person here, who was counted twice."
+    cfg = duel_settings(tmp_path)
+    labelling.run(cfg)
+    pair = json.loads((tmp_path/'duels'/'to_label.json').read_text())[0]
+    rows = [dict(pair, preference=1, annotator=name) for name in ('Ann', 'Bob', 'Cy')]
+    cfg = duel_settings(tmp_path, labels=tiny.write(tmp_path/'votes.json', rows))
+    duels = MethodDuels(cfg)
+    assert [len(duels.to_label(person)) for person in ('Ann', 'Dee')] == [9, 9]
+    for person in ('Dee', 'Ann'):
+        queue = LabellingQueue([pair], duels.store, person)
+        i, swapped = queue.next_pair()
+        queue.record_label(i, swapped, 1. if swapped else 2.)
+    _, _, votes = duels.hold()
+    assert votes[0] == dict(Ann=0., Bob=1., Cy=1., Dee=0.)
+    labelling.run(cfg)
+    labels = load_records(cfg.out, 'preferences', 'preference')
+    assert sorted((r['annotator'], r['preference']) for r in labels) == [
+        ('Ann', 2.), ('Bob', 1.), ('Cy', 1.), ('Dee', 2.)]
+
+
+def test_a_pair_that_stands_twice_in_a_file_is_labelled_once(tmp_path):
+    pair = drawn(1)[0]
+    exchanged = pair | dict(output_1=pair['output_2'], output_2=pair['output_1'])
+    cfg = settings(tmp_path, [pair, exchanged])
+    page = page_of(labelling.pairs_to_label(cfg), cfg.store)
+    page.press_key('1')
+    assert not page.pair
+    labelling.run(cfg)
+    assert read_summary(cfg.out)['labels'] == 1
+
+
+def test_a_decision_goes_on_after_a_skipped_pair(tmp_path, monkeypatch):
+    "It waited for ever for a label that nobody was asked for again."
+    def said(answer):
+        return [dict(instruction=f'{i}?', input='', output=[f'{answer}{i}']) for i in range(30)]
+    stands_in = dict(_print_runs_time=None, _make=(), farm_world=World(''), read_answers=said('s'))
+    for name, value in stands_in.items():
+        monkeypatch.setattr(decide, name, lambda *_, value=value, **__: value)
+    monkeypatch.setattr(decide, 'load_annotators', lambda *_: longer)
+    monkeypatch.setattr(decide, '_check_pair', lambda answer, sft: decide.bare_prompt(sft) | dict(
+        output_1=sft['output'][0], output_2='t', generator_1='sft', drawn='random'))
+    found = []
+    def check(_, votes):
+        found.extend(votes)
+        return Interval(.4, .3, .5), 'no better than a coin'
+    monkeypatch.setattr(decide, '_judge_check', check)
+
+    cfg = settings(tmp_path, decide._first_pairs(decide.DecideConfig(budget=30), said('s'))[0])
+    page = page_of(labelling.pairs_to_label(cfg), cfg.store)
+    page.press_key('s')
+    while page.pair: page.press_key('1')
+    labelling.run(cfg)
+    with pytest.raises(ValueError, match='no better than a coin'):
+        decide.run(decide.DecideConfig(budget=30, labels=cfg.out))
+    assert len(found) == 9
+    assert found.count(.5) == 1
+    assert len(load_records(cfg.out, 'preferences', 'preference')) == 8

@@ -1,4 +1,6 @@
 "Labels in files of other tools: what counts, for whom, and how often."
+import csv
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -160,3 +162,36 @@ def test_a_judge_takes_the_place_of_people_who_discarded_their_votes(tmp_path):
     rows = annotate_pairs([old], second, both_orders=True)
     assert read_recorded(tiny.write(tmp_path/'labels.json', rows))[0].keys() == {
         *PAIR_FIELDS, 'preference', 'annotator', 'orders'}
+
+
+def test_votes_by_name_may_be_words(tmp_path):
+    "As `load_sets` reads them."
+    file = tiny.write(tmp_path/'labels.json', [dict(PAIR, votes=dict(x='model_b', y='tie', z=''))])
+    assert RecordedLabels(read_recorded(file))([PAIR]) == [1.75]
+
+
+@pytest.mark.parametrize('column', ['worker', 'annotator_id', 'completed_by'])
+def test_several_labellers_are_several_judges(tmp_path, column):
+    "Whatever the column of their names; a table program writes numbers as it likes."
+    rows = [dict(PAIR, preference=1, **{column: 7}), dict(PAIR, preference=1, **{column: '7.0'}),
+            dict(PAIR, preference=2, **{column: 8})]
+    found = recorded_verdicts(tiny.write(tmp_path/'verdicts.json', rows), '', SETS)
+    assert {judge for _, judge in found} == {'7', '8'}
+
+
+def test_discarded_verdicts_count_nowhere(tmp_path):
+    rows = [dict(PAIR, preference=1, annotator='x', status='discarded'),
+            dict(PAIR, preference=2, annotator='y')]
+    assert {*recorded_verdicts(tiny.write(tmp_path/'v.json', rows), '', SETS)} == {('s', 'y')}
+
+
+def test_a_table_may_hold_dialogues_beside_plain_requests(tmp_path):
+    "Whose cells in the other's column are empty."
+    dialogue = json.dumps([dict(role='user', content='Hi.')])
+    pairs = [dict(PAIR, messages=''), dict(PAIR, instruction='', messages=dialogue)]
+    rows = [[*pair.values(), 1] for pair in pairs]
+    path = tmp_path/'labels.csv'
+    with path.open('w', newline='') as file:
+        csv.writer(file).writerows([[*pairs[0], 'preference'], *rows])
+    asked = [PAIR, dict(PAIR, messages=json.loads(dialogue))]
+    assert RecordedLabels(read_recorded(path))(asked) == [1., 1.]
