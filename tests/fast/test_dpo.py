@@ -278,6 +278,12 @@ def test_a_loss_of_one_s_own_is_named_in_place_of_the_table_s(base, tmp_path):
     assert loss_of(DPOConfig(loss_type='ipo')) is LOSSES['ipo']
 
 
+def test_a_loss_of_a_module_is_one_in_a_notebook_too(monkeypatch):
+    "Whose cell defines the class anew."
+    monkeypatch.setattr(dpo, 'Loss', type('Loss', (Loss,), {}))
+    assert loss_of(DPOConfig(loss_function=f'{__name__}:OF_LEAD')) is OF_LEAD
+
+
 def test_a_restart_reads_the_references_log_probs(base, tmp_path, monkeypatch):
     "An interrupted run scores nothing again."
     cfg = config(base, tmp_path/'killed', loss_type='kto', checkpoint_every=1)

@@ -842,7 +842,7 @@ def test_a_module_whose_relative_import_is_guarded_is_hashed(tmp_path, monkeypat
 COLLECT = 'cfg = PPOConfig.collect(globals())'
 
 
-@pytest.mark.parametrize('first', ['', '%env A=1\n'])
+@pytest.mark.parametrize('first', ['', '%env A=1\n', '%%time\n'])
 def test_a_cell_that_sets_only_the_folder_keeps_the_other_settings(first):
     "With a magic in the parameters cell, too."
     cells = [first + 'out = ""\nseed = 0\ncheckpoint_every = 5', 'out = "b"', COLLECT]

@@ -251,3 +251,22 @@ def test_an_advantage_of_one_s_own_is_named_in_place_of_the_table_s(base):
     assert cfg.group == cfg.group_size and not kind.value_model
     found = ppo.group_advantages(torch.tensor([1., 2., 6., 9.]), 4, kind)
     assert found.tolist() == [-1, 0, 4, 7]
+
+
+ABOVE_MEDIAN = ppo.Advantage('the median', above_median)
+
+
+def test_an_advantage_of_a_module_is_one_in_a_notebook_too(base, monkeypatch):
+    "Whose cell defines the class anew."
+    monkeypatch.setattr(ppo, 'Advantage', type('Advantage', (ppo.Advantage,), {}))
+    cfg = config(base, '', advantage_function=f'{__name__}:ABOVE_MEDIAN')
+    assert ppo.advantage_of(cfg) is ABOVE_MEDIAN
+
+
+def test_a_reward_that_is_named_twice_counts_twice(base):
+    ours = [f'{__name__}:letters', f'{__name__}:no_letters', f'{__name__}:no_letters']
+    score = ppo.reward(ours, config(base, '', ensemble='mean'))
+    assert score([dict(output='nine let.')]) == pytest.approx([3])
+
+
+def no_letters(records): return [0]*len(records)
