@@ -33,6 +33,7 @@ from alpaca_farm.run.paths import notebooks_folder
 from alpaca_farm.run.runs import content_hash, ensure_inputs, read_log, read_signed, read_summary
 from alpaca_farm.run.runs import signed
 from alpaca_farm.run.settings import Config
+from alpaca_farm.worlds.folder import World
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
 
@@ -779,6 +780,13 @@ def test_null_for_a_notebook_leaves_its_runs_out(tmp_path):
     names = {Path(job.out).name for job in found}
     assert names.isdisjoint({'feedme', 'reward_conditioning', 'feedme_crowd'})
     assert 'ppo' in names
+
+
+def test_settings_of_those_who_label_count_before_the_worlds():
+    world = World('w', pool='my:pool', label_flip=.1, asking=dict(budget=1.))
+    def asked(**own): return farm._label_settings(farm.FarmConfig(), 'annotators', world, own)
+    assert asked() == dict(annotators='my:pool', label_flip=.1, budget=1.)
+    assert asked(annotators=dict(label_flip=.3, budget=2.)) == dict(annotators='my:pool')
 
 
 @pytest.mark.parametrize('name', ['references', 'eval_samples', 'sft'])
