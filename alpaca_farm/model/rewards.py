@@ -46,7 +46,8 @@ class RewardConfig(Config):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.reward_model == []: raise ValueError('reward_model = []: name at least one')
+        if isinstance(self.reward_model, list) and not all(self.reward_model or ['']):
+            raise ValueError(f'reward_model = {self.reward_model}: name at least one, none empty')
 
     @property
     def rewards(self) -> list[str]:

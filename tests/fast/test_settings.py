@@ -117,6 +117,7 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
     best_of_n=[(dict(system='Be brief.'), 'column `system`')],
     quark=[(dict(num_quantiles=9, rollouts=8), 'cannot be cut')],
     ppo=[
+        (dict(reward_model=['alpaca_farm.world:utility', '']), 'reward_model = .*none empty'),
         (dict(advantage='rloo', group_size=5), 'multiple'),
         (dict(annotators=JUDGE, val_split=''), 'val_split')],
     rrhf=[
