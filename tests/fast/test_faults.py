@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 import tiny
 from alpaca_farm import farm, ppo
 from alpaca_farm.ask import client
+from alpaca_farm.boards import farm_board
 from alpaca_farm.boards.compare import _differing_settings, CompareConfig
 from alpaca_farm.data.records import load_records
 from alpaca_farm.model import loading
@@ -787,6 +788,16 @@ def test_settings_of_those_who_label_count_before_the_worlds():
     def asked(**own): return farm._label_settings(farm.FarmConfig(), 'annotators', world, own)
     assert asked() == dict(annotators='my:pool', label_flip=.1, budget=1.)
     assert asked(annotators=dict(label_flip=.3, budget=2.)) == dict(annotators='my:pool')
+
+
+def test_two_ways_of_one_name_are_two_rows(tmp_path, monkeypatch):
+    for name, sign in dict(long='', short='-').items():
+        text = f"def best(records): return [{sign}len(r['output']) for r in records]"
+        (tmp_path/f'{name}_way.py').write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    world = World('w', ways=['long_way:best', 'short_way:best'])
+    chosen = farm_board._chosen_answers([dict(instruction='a', output=['x', 'yy'])], world)
+    assert [own['output'] for own, in chosen.values()] == ['yy', 'x']
 
 
 @pytest.mark.parametrize('name', ['references', 'eval_samples', 'sft'])
