@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from alpaca_farm import farm, ppo
+from alpaca_farm import farm, ppo, sft
 from alpaca_farm.ask import client
 from alpaca_farm.boards import farm_board
 from alpaca_farm.boards.compare import _differing_settings, CompareConfig
@@ -788,6 +788,15 @@ def test_settings_of_those_who_label_count_before_the_worlds():
     def asked(**own): return farm._label_settings(farm.FarmConfig(), 'annotators', world, own)
     assert asked() == dict(annotators='my:pool', label_flip=.1, budget=1.)
     assert asked(annotators=dict(label_flip=.3, budget=2.)) == dict(annotators='my:pool')
+
+
+def test_a_loss_that_is_not_shaped_like_the_weights_is_refused(base, tmp_path, monkeypatch):
+    "Also where an answer is read alone, and torch would take it for the loss of each token."
+    whole = sft.sft_loss
+    def of_answers(policy, batch): return dict(loss=whole(policy, batch)['loss'].sum(1))
+    monkeypatch.setattr(sft, 'sft_loss', of_answers)
+    with pytest.raises(ValueError, match=r'the loss has shape \(1,\), and the weights \(1, '):
+        tiny.run('sft', base, tmp_path/'sft', micro_batch_size=1, val_split='')
 
 
 def test_two_ways_of_one_name_are_two_rows(tmp_path, monkeypatch):
