@@ -219,7 +219,9 @@ def method_jobs(cfg: BenchConfig) -> list[Job]:
             own['reference'] = like.settings['policy']   # of its KL
         own['seed'] = like.settings['seed'] + cfg.seed
         out = f'{Path(like.out).parent}/{_run_name(cfg.method, cfg.settings, cfg.seed)}'
-        jobs.append(replace(like, out=out, settings=like.settings | own))
+        settings = like.settings | own
+        if 'advantage_function' in own: settings.pop('advantage')   # RLOO's, on which it is modelled
+        jobs.append(replace(like, out=out, settings=settings))
     return jobs
 
 

@@ -205,6 +205,21 @@ def _method_sizes(
 _SAMPLED = dict(base=1, references=1, sft_greedy=1, samples=2)   # samples of each prompt
 
 
+def _add_given(
+    sizes: dict,       # settings by run, changed in place
+    name: str,         # of a run or a notebook
+    own: dict | None,  # its settings in the user's file; None: it is not made
+):
+    "Put settings of the user's before the others; a run that is left out stays so."
+    method = recipes().get(name, {}).get('method') or name   # also of the run on the other labels
+    if own is None or sizes.get(method, {}) is not None:
+        sizes[name] = None if own is None else (sizes.get(name) or {}) | own
+        return
+    for run, others in sizes.items():   # the name may also be that of their notebook
+        made = others is not None and run in recipes() and recipes()[run]['notebook'] == name
+        if made: sizes[run] = own | others
+
+
 def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
     "Return the settings of the farm's runs, by name; None for what is not made."
     changed = cfg.changed()
@@ -227,9 +242,7 @@ def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
     for name in {'reward_model', 'candidates'} - needed: sizes[name] = None
     if 'reward_model' not in needed: sizes['reward_model_crowd'] = None
     given = read_yaml(at_root(cfg.recipe)) if cfg.recipe else {}
-    for name, own in given.items():
-        earlier = sizes.get(name) or {}
-        sizes[name] = None if own is None else earlier | own
+    for name, own in given.items(): _add_given(sizes, name, own)
     return sizes
 
 # %% ../nbs/bring_your_own.ipynb #1807d09d

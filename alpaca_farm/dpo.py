@@ -245,7 +245,8 @@ def loss_of(cfg: DPOConfig) -> Loss:
     "Find the loss of the settings, in the table or by its module."
     if not cfg.loss_function: return LOSSES[cfg.loss_type]
     found = resolve(cfg.loss_function)
-    return found if isinstance(found, Loss) else Loss('', found)
+    # in a notebook, `Loss` is another class than in its module
+    return found if hasattr(found, 'of_margin') else Loss('', found)
 
 
 def _try_loss(cfg: DPOConfig):
@@ -253,6 +254,9 @@ def _try_loss(cfg: DPOConfig):
     named = f'loss_function = {cfg.loss_function}'
     loss = loss_of(cfg)
     if loss.of_margin is None: raise ValueError(f'{named}: it is no function of margins')
+    unknown = [name for name in loss.settings if not hasattr(cfg, name)]
+    if unknown: raise ValueError(f'{named}: it reads {unknown[0]}, which is no setting of DPO. '
+                                 'Leave it out of its settings, or add a field to DPOConfig')
     margins = torch.linspace(-4, 4, 5).requires_grad_()
     own = {name: getattr(cfg, name) for name in loss.settings}
     found = try_function(named, loss.of_margin, margins, cfg.beta, **own)

@@ -28,8 +28,8 @@ from .judging.judges import load_annotators, usage_totals
 from .run.jobs import run_or_fail
 from .run.paths import at_root
 from .run.progress import Progress
-from .run.runs import makes_run, read_summary, Run, run_config, write_csv
-from .run.runs import write_figure
+from .run.runs import makes_run, read_summary, Run, run_config, run_of
+from .run.runs import write_csv, write_figure
 from .run.settings import Count, Labels, Outside, Reads
 
 # %% ../nbs/eval.ipynb #9138e77a
@@ -84,13 +84,18 @@ def _answer_policies(cfg: EvalConfig) -> dict[str, str]:
     settings = dict(data=cfg.reference)
     if at_root(cfg.reference).is_dir():
         settings['data'] = str(find_file(cfg.reference, 'candidates', 'outputs'))
-    made = run_config(cfg.reference)
+    made = run_config(run_of(cfg.reference) or cfg.reference)
+    theirs = made.get('settings', {})
     if made.get('notebook') == 'best_of_n':
         others = ('policy', 'served', 'samples')
         settings = {k: v for k, v in made['given'].items() if k not in others}
         for name in ('data', 'temperature', 'top_p', 'max_new_tokens', 'max_prompt'):
-            settings[name] = made['settings'][name]
-        settings['reference'] = made['settings']['policy']
+            settings[name] = theirs[name]
+        settings['reference'] = theirs['policy']
+    elif 'eval_temperature' in theirs:   # answers at the end of a training
+        for name in ('temperature', 'top_p'): settings[name] = theirs[f'eval_{name}']
+        for name in ('max_new_tokens', 'max_prompt', 'template', 'template_arguments'):
+            settings[name] = theirs[name]
     settings |= dict(seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
     jobs = {}
     for name, policy in policy_names(cfg.policies, ()).items():

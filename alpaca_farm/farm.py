@@ -197,16 +197,17 @@ def _label_settings(cfg: FarmConfig, name: str, world: World, sizes: dict) -> di
     "The settings by which a run asks those who label."
     row = RUNS[name]
     labels_pairs = row['notebook'] == 'annotators'
-    if 'annotators' in sizes.get(row['notebook'], {}) | sizes.get(name, {}): return {}
+    given = sizes.get(row['notebook'], {}) | sizes.get(name, {})
+    if 'annotators' in given: return {}
     if row['labels'] == 'crowd' and world.preferences and not cfg.crowd:   # nobody is asked
         known = world.path(world.preferences)
         return dict(outputs=known, annotators=known) if labels_pairs else dict(annotators='')
     spec = judge_of_role(cfg, row['labels'], world)
     if not labels_pairs: return dict(annotators=spec)
-    flips = {}
+    asking = dict(world.asking)
     if row['labels'] == 'pool' and spec == world.pool and ':' in spec and world.label_flip:
-        flips = dict(label_flip=world.label_flip)
-    return dict(annotators=spec) | flips | world.asking
+        asking['label_flip'] = world.label_flip
+    return dict(annotators=spec) | {k: v for k, v in asking.items() if k not in given}
 
 # %% ../nbs/farm.ipynb #ba67da2d
 def _policy_jobs(cfg: FarmConfig, jobs: list[Job]) -> list[Job]:

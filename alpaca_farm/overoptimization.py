@@ -240,13 +240,16 @@ def _label_name(proxy: str) -> str:
 
 # %% ../nbs/overoptimization.ipynb #162d0302
 def _method_name(folder: str) -> str:
-    "A run's method and what sets it apart: no penalty, or DPO's beta."
+    "A run's method and what sets it apart: no penalty, or loss and beta of DPO."
     config = run_config(folder)
     name = config['notebook']
     settings = config['settings']
-    if settings.get('advantage', 'gae') != 'gae': name = settings['advantage']
+    for way, usual in dict(advantage='gae', loss_type='sigmoid').items():
+        own = settings.get(way.partition('_')[0] + '_function')
+        if own: name = own.rpartition(':')[2]
+        elif settings.get(way, usual) != usual: name = settings[way]
     if name == 'binary_feedback': name = settings['method']
-    if name == 'dpo': name += f', beta {settings["beta"]:g}'
+    if config['notebook'] == 'dpo': name += f', beta {settings["beta"]:g}'
     free = name != 'rrhf' and not settings.get('kl_coef', 1)
     return f'{name}, no penalty' if free else name
 

@@ -268,7 +268,8 @@ def advantage_of(cfg: PPOConfig) -> Advantage:
     "Find the advantage of the settings, in the table or by its module."
     if not cfg.advantage_function: return ADVANTAGES[cfg.advantage]
     found = resolve(cfg.advantage_function)
-    return found if isinstance(found, Advantage) else Advantage('', found, divides=True)
+    # in a notebook, `Advantage` is another class than in its module
+    return found if hasattr(found, 'of_group') else Advantage('', found, divides=True)
 
 
 def _try_advantage(cfg: PPOConfig):

@@ -14,6 +14,7 @@ import numpy as np
 from ..best_of_n import choose_best, score_candidates
 from .corrected import find_labels, judge_labelled
 from .judged import answers_to, judge_all, pair_preferences, read_answers
+from .judged import short_names
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from .text import taste_scorer, TEXT_COLUMNS, word_scorer
 from ..data.dialogues import prompt_key
@@ -59,6 +60,7 @@ _BY_UTILITY = 'best of {} by the utility'
 def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict]]:
     "The answers that each of the world's ways chooses of n samples."
     n = len(candidates[0]['output'])
+    named = {way: name for name, way in short_names(world.ways).items()}   # of one's own
     chosen = {}
     for way in world.ways:
         name = f'{way} of {n}'
@@ -71,7 +73,7 @@ def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict
             name = _BY_UTILITY.format(n)
             scored = score_candidates(candidates, world.function(world.utility))
         else:
-            name = way.rpartition(':')[2].replace('_', ' ')
+            name = named[way].replace('_', ' ')
             scored = score_candidates(candidates, world.function(way))
         chosen[name] = choose_best(scored)
     return chosen

@@ -83,6 +83,11 @@ _RUNS = dict(  # by notebook
                           more=_WRITING + 1, held=2))
 
 # %% ../../nbs/model/forecast.ipynb #95bdefbb
+def _has_values(settings: dict) -> bool:
+    "Tell whether a run trains a value model."
+    return settings.get('advantage') == 'gae' and not settings.get('advantage_function')
+
+
 def text_passes(
     notebook: str,
     settings: dict,  # settings of the run, as far as they are known
@@ -97,7 +102,7 @@ def text_passes(
     own = dict(epochs=0, ppo_epochs=1, more=0) | _RUNS[notebook] | settings
     more = own['more']
     if 'rollouts' in own:
-        values = own.get('advantage') == 'gae'   # a value model, which learns and reads them, too
+        values = _has_values(own)   # a value model learns and reads them, too
         texts = own['steps']*own['rollouts']
         learned = own['ppo_epochs']*(1 + values)
         more += values
@@ -145,7 +150,7 @@ def forecast_jobs(
         if job.notebook not in _RUNS: continue
         own = dict(max_prompt=256, max_new_tokens=256) | _RUNS[job.notebook] | job.settings
         trains = job.notebook != 'best_of_n' and not own.get('lora_rank')
-        values = own.get('advantage') == 'gae'   # a value model is trained beside the policy
+        values = _has_values(own)   # a value model is trained beside the policy
         each = tokens or own['max_prompt']/2 + own['max_new_tokens']
         passes = text_passes(job.notebook, job.settings, counts)
         found.append(forecast_run(

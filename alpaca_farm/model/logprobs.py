@@ -486,7 +486,7 @@ tags: [alpaca_farm, {notebook}]
 ---
 # {name}
 
-Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint and versions are in \
+Made by `nbs/{notebook}.ipynb` of alpaca_farm. Settings, code fingerprint and versions are in \
 `config.json` of the run folder that holds this one: fingerprint `{fingerprint}`.
 
 ## What it may be used for
@@ -505,7 +505,10 @@ from `alpaca_farm.model.rewards` and `alpaca_farm.run.settings`.
 def _learned_from(cfg: Config) -> str:
     "Name the models and data from which a run learns, by their settings."
     named = []
-    for setting in ('policy', 'data', 'preferences', 'reward_model', 'candidates'):
+    given = getattr(cfg, 'candidates', '')   # in place of the requests in `data`
+    asks = 'data' in cfg.inputs and 'split' in cfg.inputs['data'].splits and not given
+    requests = ['data'] if asks else []      # else a run answers requests of it at its end
+    for setting in ('policy', *requests, 'preferences', 'reward_model', 'candidates', 'samples'):
         for path in as_list(getattr(cfg, setting, '')):
             if path: named.append(f'{setting} `{path}`')
     return ', '.join(named) or 'texts that it has made itself'
@@ -513,10 +516,8 @@ def _learned_from(cfg: Config) -> str:
 
 def _model_card(policy: Policy, run) -> str:
     "Fill the card of a run's model."
-    data = getattr(run.cfg, 'data', '')
     card = _CARD.format(notebook=run.config['notebook'], name=run.folder.name,
-                       fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '',
-                       sources=_learned_from(run.cfg))
+                       fingerprint=run.config['fingerprint'], sources=_learned_from(run.cfg))
     config = policy.model.config
     scored = {k: getattr(config, k, '') for k in ('likelihood', 'pooling')}
     if scored['likelihood'] or scored['pooling'] == 'mean': card += _SCORED.format(**scored)

@@ -46,7 +46,8 @@ class RewardConfig(Config):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.reward_model == []: raise ValueError('reward_model = []: name at least one')
+        if isinstance(self.reward_model, list) and not all(self.reward_model or ['']):
+            raise ValueError(f'reward_model = {self.reward_model}: name at least one, none empty')
 
     @property
     def rewards(self) -> list[str]:
@@ -138,17 +139,20 @@ def reward(
       loaded : checkpoints in memory already, by name
     Returns: records -> scores
     """
-    members = {}
+    members = []
+    loaded = {**loaded}
     data = getattr(cfg, 'data', '')   # the folder that a world's functions read
     for name in as_list(spec):
-        if ':' in name: members[name] = partial(once, folder_function(data, name))
+        if ':' in name: member = partial(once, folder_function(data, name))
         else:
-            policy = loaded[name] if name in loaded else load_scalar(name, cfg)
-            members[name] = partial(in_parts, partial(score_records, policy, template=template))
+            if name not in loaded: loaded[name] = load_scalar(name, cfg)
+            score_all = partial(score_records, loaded[name], template=template)
+            member = partial(in_parts, score_all)
+        members.append((name, member))   # one that is named twice counts twice
 
     def score(records: list[dict]) -> list[float]:
         table = []
-        for name, member in members.items():
+        for name, member in members:
             found = member(records)
             if not isinstance(found, (dict, str, set)): found = list(found)
             scores = None

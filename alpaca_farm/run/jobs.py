@@ -378,6 +378,8 @@ def sweep(
     """
     import pandas as pd
     if not notebook_path(notebook): raise ValueError(f'{notebook!r}: nbs has no such notebook')
+    for name, values in grid.items():   # a text would be swept letter by letter
+        if isinstance(values, str): raise ValueError(f'{name} = {values!r}: write values as a list')
     rows = {}
     jobs = []
     for values in itertools.product(*grid.values()):

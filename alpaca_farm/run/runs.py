@@ -31,7 +31,8 @@ from .files import write_json
 from .paths import at_root, looks_like_hub, notebook_path, notebooks_folder, root
 from .processes import gather_all, join_ranks, once, rank, written_once
 from .progress import tell
-from .settings import as_list, command, Config, refuse_unknown
+from .settings import as_list, command, Config, python_of
+from .settings import refuse_unknown
 
 # %% ../../nbs/run/runs.ipynb #9c6081fc
 def signed(record: dict) -> dict:
@@ -97,7 +98,11 @@ class _Source(NamedTuple):
 _DOCUMENTED = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
-def _parse(text: str, package: str = '') -> list[ast.stmt]:
+def _parse(
+    text: str,
+    package: str = '',
+    calls: bool = False,  # whether statements that only call something are kept
+) -> list[ast.stmt]:
     "Parse the statements of a module or cell that bind names: absolute imports, no docstrings."
     tree = ast.parse(text)
     for node in ast.walk(tree):
@@ -106,7 +111,11 @@ def _parse(text: str, package: str = '') -> list[ast.stmt]:
             except ImportError: node.module = node.module or ''   # the import fails, too
             node.level = 0
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node): node.body = node.body[1:]
-    return [statement for statement in tree.body if not isinstance(statement, ast.Expr)]
+    kept = []
+    for statement in tree.body:
+        binds = not isinstance(statement, ast.Expr)
+        if binds or calls and isinstance(statement.value, ast.Call): kept.append(statement)
+    return kept
 
 # %% ../../nbs/run/runs.ipynb #7cbc51c6
 def _places() -> tuple[str, ...]:
@@ -163,15 +172,24 @@ def _changed_name(statement: ast.stmt) -> str:
     return getattr(statement, 'name', '')
 
 # %% ../../nbs/run/runs.ipynb #aa9b74e9
+_EXPORT = re.compile(r'(\s*#\s*\|.*\n)*\s*#\s*\|\s*export')   # as nbdev reads directives
+
+
+def _statements(cell: str) -> list[ast.stmt]:
+    "Parse the statements of a cell, which may hold magics; none if it is not Python."
+    try: return _parse(cell)
+    except SyntaxError: pass
+    try: return _parse(python_of(cell))
+    except SyntaxError: return []
+
+
 def _executed(cells: list[str]) -> list[ast.stmt]:
     "List the exported statements among cells; all, if another one changes an exported name."
     exported = {}
     others = {}
     for cell in cells:
-        try: statements = _parse(cell)
-        except SyntaxError: continue   # a magic
-        kept = exported if cell.startswith('#| export') else others
-        for statement in statements: kept[_head(statement)] = statement
+        kept = exported if _EXPORT.match(cell) else others
+        for statement in _statements(cell): kept[_head(statement)] = statement
     names = set(map(_changed_name, exported.values())) - {''}
     if names.isdisjoint(map(_changed_name, others.values())): return [*exported.values()]
     return [*exported.values(), *others.values()]
@@ -189,10 +207,10 @@ def _read_code(
         cells = [''.join(c['source']) for c in read_json(file)['cells'] if c['cell_type'] == 'code']
         return _read_source(_executed(cells), places)
     statements = []
-    for statement in _parse(file.read_text(encoding='utf-8'), package):
+    ours = package.partition('.')[0] == 'alpaca_farm'
+    for statement in _parse(file.read_text(encoding='utf-8'), package, calls=not ours):
         names = [getattr(target, 'id', '') for target in getattr(statement, 'targets', [])]
         if names != ['__all__']: statements.append(statement)   # nbdev writes that one
-    ours = package.partition('.')[0] == 'alpaca_farm'
     return _read_source(statements, places, None if ours else file.parent)
 
 # %% ../../nbs/run/runs.ipynb #d4ab8541

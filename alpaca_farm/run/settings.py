@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['Count', 'Seed', 'Named', 'Positive', 'Several', 'Open', 'Amount', 'Share', 'Flips', 'Nucleus', 'Scale', 'Schedule',
            'Template', 'Arguments', 'Betas', 'ASIDE', 'SIZES', 'MODEL', 'Model', 'SizedModel', 'Pairs', 'Samples',
-           'Judge', 'Labels', 'Outside', 'did_you_mean', 'as_list', 'Reads', 'Mark', 'Rows', 'as_type', 'resolve',
-           'folder_function', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config', 'HardwareConfig',
-           'TrainConfig', 'check_parameters', 'field_comments', 'explained', 'from_args', 'command']
+           'Judge', 'Labels', 'Outside', 'did_you_mean', 'as_list', 'Reads', 'Mark', 'Rows', 'as_type', 'python_of',
+           'resolve', 'folder_function', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config',
+           'HardwareConfig', 'TrainConfig', 'check_parameters', 'field_comments', 'explained', 'from_args', 'command']
 
 # %% ../../nbs/run/settings.ipynb #37bea490
 import argparse, ast, dataclasses, difflib, importlib, inspect, json, os, re, sys, traceback, typing
@@ -140,10 +140,15 @@ def as_type(
 _DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 
+def python_of(cell: str) -> str:
+    "Write a cell's magics as calls; %%time and %%capture, which execute the cell, are left out."
+    from IPython.core.inputtransformer2 import TransformerManager
+    return TransformerManager().transform_cell(re.sub(r'^\s*%%(time|capture)\b.*\n', '', cell))
+
+
 def _assigned(cell: str) -> list[str]:
     "Names that a cell assigns, outside functions and classes; none if it is not Python."
-    from IPython.core.inputtransformer2 import TransformerManager
-    try: todo = ast.parse(TransformerManager().transform_cell(cell)).body
+    try: todo = ast.parse(python_of(cell)).body
     except SyntaxError: return []
     names = []
     while todo:

@@ -257,6 +257,9 @@ def update(self: Trainer,
     for micro in self.split(batch):
         w = micro['weight']
         with self.accelerator.autocast(): figures = loss(micro)
+        if figures['loss'].shape != w.shape:   # torch may spread it over the weights
+            raise ValueError(f'the loss has shape {tuple(figures["loss"].shape)}, and the weights '
+                             f'{tuple(w.shape)}: return a value for each weight')
         self.accelerator.backward((figures['loss'] * w).sum() / weight)
         for k, v in figures.items(): sums[k] = sums.get(k, 0) + (v.detach() * w).sum()
     for p in self.parameters:

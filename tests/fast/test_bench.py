@@ -34,6 +34,15 @@ def test_a_function_is_told_apart_by_what_it_takes(name, kind, run):
     assert [*planned.settings.values()] == [f'{__name__}:{name}']
 
 
+def test_an_advantage_of_one_s_own_takes_the_place_of_rloo_s(tmp_path):
+    "PPO refuses the two beside each other."
+    own = dict(advantage_function=f'{__name__}:above_median')
+    cfg = BenchConfig(method=own['advantage_function'], worlds=2, runs=str(tmp_path))
+    for job in bench.method_jobs(cfg):
+        named = {k: v for k, v in job.settings.items() if k.startswith('advantage')}
+        assert named == own
+
+
 def test_hidden_worlds_have_the_seed_of_the_environment(monkeypatch):
     monkeypatch.delenv('ALPACA_FARM_BENCH_SEED', raising=False)
     with pytest.raises(ValueError, match='ALPACA_FARM_BENCH_SEED'):

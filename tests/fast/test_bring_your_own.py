@@ -78,6 +78,17 @@ def test_runs_choose_for_their_size_and_the_users_file_counts_before(base, mine)
     assert 1e3 < cfg.weights_counted < 1e6
 
 
+def test_a_setting_brings_no_run_back_that_is_left_out(mine, tmp_path):
+    "It holds for the other runs of its notebook."
+    names = 'ppo', 'ppo_crowd', 'reward_model', 'dpo', 'best_of_n'
+    file = tiny.write(tmp_path/'all.yaml', {name: dict(device='cpu') for name in names})
+    sizes = own_sizes(BringYourOwnConfig(**mine | dict(methods=['dpo'], recipe=file)))
+    assert {sizes.get(name) for name in names if name != 'dpo'} == {None}
+    assert [sizes[name]['device'] for name in ('dpo', 'samples')] == ['cpu', 'cpu']
+    sizes = own_sizes(BringYourOwnConfig(**mine | dict(methods=['rloo'], recipe=file)))
+    assert sizes['ppo'] is None and sizes['rloo']['device'] == sizes['reward_model']['device']
+
+
 def test_device_and_dtype_are_those_of_all_runs(mine):
     sizes = own_sizes(BringYourOwnConfig(**mine, device='cpu', dtype='bfloat16'))
     for name in ('references', 'dpo', 'reward_model'):

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import tiny
+from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_summary
 
 
@@ -85,10 +86,16 @@ def test_a_method_has_the_form_of_one_and_trains(project, base, tmp_path):
     said = run(project, '-m', 'pytest', '-q', '-p', 'no:cacheprovider',
                'tests/fast/test_contracts.py', '-k', 'my_method or one_thing')
     assert int(re.search(r'(\d+) passed', said)[1]) >= 8, said
-    settings = tiny.settings('dpo', base, out=str(tmp_path/'run'), eval_split='')
-    del settings['beta']
-    run(project, '-m', 'alpaca_farm.my_method', *tiny.command('dpo', **settings)[3:])
+    pairs = read_json(base/'annotators'/'preferences.json')
+    pairs = [dict(r, question=r.pop('instruction')) for r in pairs]
+    settings = tiny.settings('dpo', base, out=str(tmp_path/'run'), eval_split='',
+                             preferences=tiny.write(tmp_path/'pairs.json', pairs),
+                             columns='instruction=question')
+    for name in ('beta', 'max_prompt'):
+        del settings[name]
+    said = run(project, '-m', 'alpaca_farm.my_method', *tiny.command('dpo', **settings)[3:])
     assert read_summary(tmp_path/'run')['labels'] > 0
+    assert 'the first of 60 records' in said and 'max_prompt' in said
     assert 'my_method' in yaml.safe_load((project/'nbs/recipes/farm.yaml').read_text())['methods']
 
 

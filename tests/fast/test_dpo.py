@@ -12,7 +12,7 @@ import tiny
 from alpaca_farm import dpo
 from alpaca_farm.dpo import dpo_loss, DPOConfig, kto_loss, Loss, loss_of, LOSSES, simpo_loss
 from alpaca_farm.model.control import set_control_prefix
-from alpaca_farm.model.logprobs import load_policy
+from alpaca_farm.model.logprobs import _learned_from, load_policy
 from alpaca_farm.run.files import read_json
 from alpaca_farm.run.runs import read_log, read_summary
 from alpaca_farm.train import labelled
@@ -276,6 +276,21 @@ def test_a_loss_of_one_s_own_is_named_in_place_of_the_table_s(base, tmp_path):
         [r['loss'] for r in read_log(theirs.folder)], abs=1e-5)
     assert loss_of(DPOConfig(loss_function=f'{__name__}:OF_LEAD', target_margin=2.)).mean
     assert loss_of(DPOConfig(loss_type='ipo')) is LOSSES['ipo']
+
+
+def test_a_loss_of_a_module_is_one_in_a_notebook_too(monkeypatch):
+    "Whose cell defines the class anew."
+    monkeypatch.setattr(dpo, 'Loss', type('Loss', (Loss,), {}))
+    assert loss_of(DPOConfig(loss_function=f'{__name__}:OF_LEAD')) is OF_LEAD
+
+
+@pytest.mark.parametrize('notebook, more, learned', [
+    ('dpo', {}, False), ('sft', {}, True), ('rrhf', {}, False),
+    ('rrhf', dict(candidates='', n=2), True)])
+def test_a_card_says_of_data_only_if_it_was_learned_from(base, notebook, more, learned):
+    "And not if its eval split was answered at the end."
+    cfg = tiny.config(notebook, **tiny.settings(notebook, base) | more)
+    assert ('data `' in _learned_from(cfg)) == learned
 
 
 def test_a_restart_reads_the_references_log_probs(base, tmp_path, monkeypatch):

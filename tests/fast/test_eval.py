@@ -319,3 +319,17 @@ def test_a_limit_of_tokens_is_a_number(limit):
     cfg = ApiConfig(decoding=[f'max_tokens={limit}'], models=['gpt-4=gpt-4.1'])
     with pytest.raises(ValueError, match='^max_tokens = .* whole number'):
         load_annotators('alpaca_eval_gpt4', cfg)
+
+
+@pytest.mark.parametrize('file', ['', '/outputs.json'])
+def test_an_outside_policy_answers_as_a_training_did_at_its_end(base, monkeypatch, tmp_path, file):
+    "Of which the reference is the run or the file of its answers."
+    made = dict(eval_temperature=0., eval_top_p=.9, max_new_tokens=20, max_prompt=90, template='raw',
+                template_arguments={}, temperature=.7)
+    tiny.write(tmp_path/'dpo'/'config.json', dict(notebook='dpo', fingerprint='', settings=made))
+    tiny.write(tmp_path/'dpo'/'outputs.json', answers(str))
+    asked = []
+    monkeypatch.setattr(ev, 'run_or_fail', lambda jobs, *_: asked.extend(jobs))
+    ev._answer_policies(ev.EvalConfig(reference=f'{tmp_path}/dpo{file}', policies=[str(base/'sft')]))
+    wanted = dict(temperature=0., top_p=.9, max_new_tokens=20, max_prompt=90, template='raw')
+    assert wanted.items() <= asked[0].settings.items()

@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import tiny
-from alpaca_farm import farm, ppo
+from alpaca_farm import farm, ppo, sft
 from alpaca_farm.ask import client
+from alpaca_farm.boards import farm_board
 from alpaca_farm.boards.compare import _differing_settings, CompareConfig
 from alpaca_farm.data.records import load_records
 from alpaca_farm.model import loading
@@ -33,6 +34,7 @@ from alpaca_farm.run.paths import notebooks_folder
 from alpaca_farm.run.runs import content_hash, ensure_inputs, read_log, read_signed, read_summary
 from alpaca_farm.run.runs import signed
 from alpaca_farm.run.settings import Config
+from alpaca_farm.worlds.folder import World
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
 
@@ -781,6 +783,32 @@ def test_null_for_a_notebook_leaves_its_runs_out(tmp_path):
     assert 'ppo' in names
 
 
+def test_settings_of_those_who_label_count_before_the_worlds():
+    world = World('w', pool='my:pool', label_flip=.1, asking=dict(budget=1.))
+    def asked(**own): return farm._label_settings(farm.FarmConfig(), 'annotators', world, own)
+    assert asked() == dict(annotators='my:pool', label_flip=.1, budget=1.)
+    assert asked(annotators=dict(label_flip=.3, budget=2.)) == dict(annotators='my:pool')
+
+
+def test_a_loss_that_is_not_shaped_like_the_weights_is_refused(base, tmp_path, monkeypatch):
+    "Also where an answer is read alone, and torch would take it for the loss of each token."
+    whole = sft.sft_loss
+    def of_answers(policy, batch): return dict(loss=whole(policy, batch)['loss'].sum(1))
+    monkeypatch.setattr(sft, 'sft_loss', of_answers)
+    with pytest.raises(ValueError, match=r'the loss has shape \(1,\), and the weights \(1, '):
+        tiny.run('sft', base, tmp_path/'sft', micro_batch_size=1, val_split='')
+
+
+def test_two_ways_of_one_name_are_two_rows(tmp_path, monkeypatch):
+    for name, sign in dict(long='', short='-').items():
+        text = f"def best(records): return [{sign}len(r['output']) for r in records]"
+        (tmp_path/f'{name}_way.py').write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    world = World('w', ways=['long_way:best', 'short_way:best'])
+    chosen = farm_board._chosen_answers([dict(instruction='a', output=['x', 'yy'])], world)
+    assert [own['output'] for own, in chosen.values()] == ['yy', 'x']
+
+
 @pytest.mark.parametrize('name', ['references', 'eval_samples', 'sft'])
 def test_a_farm_without_what_its_board_needs_is_refused(tmp_path, name):
     (tmp_path/'sizes.yaml').write_text(f'{name}: null')
@@ -842,7 +870,7 @@ def test_a_module_whose_relative_import_is_guarded_is_hashed(tmp_path, monkeypat
 COLLECT = 'cfg = PPOConfig.collect(globals())'
 
 
-@pytest.mark.parametrize('first', ['', '%env A=1\n'])
+@pytest.mark.parametrize('first', ['', '%env A=1\n', '%%time\n'])
 def test_a_cell_that_sets_only_the_folder_keeps_the_other_settings(first):
     "With a magic in the parameters cell, too."
     cells = [first + 'out = ""\nseed = 0\ncheckpoint_every = 5', 'out = "b"', COLLECT]

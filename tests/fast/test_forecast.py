@@ -30,6 +30,8 @@ def test_a_run_takes_six_operations_and_sixteen_bytes_a_weight():
     ('best_of_n', dict(n=4, reward_model=''), 5*4*2),
     ('ppo', dict(steps=2, rollouts=8, ppo_epochs=2), 16*(2*2*3 + 5) + 5*3),
     ('ppo', dict(steps=2, rollouts=8, ppo_epochs=2, advantage='rloo'), 16*(2*3 + 4) + 5*3),
+    ('ppo', dict(steps=2, rollouts=8, ppo_epochs=2, advantage_function='my:own'),
+     16*(2*3 + 4) + 5*3),
     ('quark', dict(steps=2, rollouts=8), 16*(3 + 4) + 5*3),
     ('expert_iteration', dict(n=4, rounds=1, epochs=1, max_instances=10), 40*3 + 10*3 + 5*3)])
 def test_the_texts_of_a_run_are_counted(notebook, settings, passes):

@@ -260,3 +260,22 @@ def test_no_kl_of_samples_from_a_nucleus():
     assert 'kl' not in best_of_n._reward_figures([dict(same, top_p=.1)], 16)
     with pytest.raises(ValueError, match='top_p = 0.1'):
         OverConfig(top_p=.1)
+
+
+ABOVE_MEDIAN = ppo.Advantage('the median', above_median)
+
+
+def test_an_advantage_of_a_module_is_one_in_a_notebook_too(base, monkeypatch):
+    "Whose cell defines the class anew."
+    monkeypatch.setattr(ppo, 'Advantage', type('Advantage', (ppo.Advantage,), {}))
+    cfg = config(base, '', advantage_function=f'{__name__}:ABOVE_MEDIAN')
+    assert ppo.advantage_of(cfg) is ABOVE_MEDIAN
+
+
+def test_a_reward_that_is_named_twice_counts_twice(base):
+    ours = [f'{__name__}:letters', f'{__name__}:no_letters', f'{__name__}:no_letters']
+    score = ppo.reward(ours, config(base, '', ensemble='mean'))
+    assert score([dict(output='nine let.')]) == pytest.approx([3])
+
+
+def no_letters(records): return [0]*len(records)

@@ -16,6 +16,7 @@ from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
 from alpaca_farm.decide import DecideConfig
+from alpaca_farm.dpo import Loss
 from alpaca_farm.farm import _all_sizes, FarmConfig
 from alpaca_farm.run import paths
 from alpaca_farm.run.settings import field_comments, from_args, no_secrets, TrainConfig
@@ -70,6 +71,7 @@ SIMPO = 'alpaca_farm.dpo:simpo_loss'   # as a function of one's own, which names
 def of_one_pair(h, beta): return (h - beta).mean()
 def infinite(h, beta): return torch.log(h)
 def constant(h, beta): return torch.ones_like(h)
+LACKING = Loss('reads more than there is', lambda h, beta, gap: h - gap, ('gap',))
 def by_spread(group): return group/group.std(1, keepdim=True)
 def of_the_best(group): return group.max(1).values
 
@@ -115,6 +117,7 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
     best_of_n=[(dict(system='Be brief.'), 'column `system`')],
     quark=[(dict(num_quantiles=9, rollouts=8), 'cannot be cut')],
     ppo=[
+        (dict(reward_model=['alpaca_farm.world:utility', '']), 'reward_model = .*none empty'),
         (dict(advantage='rloo', group_size=5), 'multiple'),
         (dict(annotators=JUDGE, val_split=''), 'val_split')],
     rrhf=[
@@ -141,7 +144,7 @@ REFUSED = dict(   # by notebook: settings that do not fit, and the name that the
         (dict(method='runs'), '{world}')])
 for kind in ('ipo', 'hinge', 'simpo', 'kto'):
     REFUSED['dpo'].append((dict(loss_type=kind, label_smoothing=.1), kind))
-for name in ('of_one_pair', 'infinite', 'constant', 'written', 'TrainConfig'):
+for name in ('of_one_pair', 'infinite', 'constant', 'LACKING', 'written', 'TrainConfig'):
     REFUSED['dpo'].append((dict(loss_function=f'{__name__}:{name}'), f'{__name__}:{name}'))
 for name in ('by_spread', 'of_the_best'):
     REFUSED['ppo'].append((dict(advantage_function=f'{__name__}:{name}'), f'{__name__}:{name}'))

@@ -24,7 +24,8 @@ def test_a_sweep_makes_every_run_once_and_ends_in_a_table(base, tmp_path):
 
 @pytest.mark.parametrize('name, grid, more, message', [
     ('reward_model', dict(epochs=2), {}, 'int'), ('reward_model', dict(seed=[0]), dict(seed=1), 'seed'),
-    ('reward_model', dict(seed=[0]), dict(gpus=99), 'gpus'), ('pppo', dict(seed=[0]), {}, 'pppo'),
+    ('reward_model', dict(seed=[0]), dict(gpus=99), 'gpus'),
+    ('reward_model', dict(seed='12'), {}, 'list'), ('pppo', dict(seed=[0]), {}, 'pppo'),
     ('reward_model', dict(seed=[0]), dict(place='mars'), 'mars')])
 def test_an_invalid_sweep_starts_nothing(base, tmp_path, name, grid, more, message):
     given = {k: v for k, v in tiny.settings('reward_model', base).items() if k not in grid} | more
