@@ -614,7 +614,8 @@ def changes(
         if name in ('chosen', 'rejected') and new:
             found[f'{name}_jump'] = record[name] - before[-1]
         if name == 'val_loss':
-            found['val_loss_ratio'] = record[name]/min(*before, record.get('val_loss_before', inf))
+            lowest = min(*before, record.get('val_loss_before', inf))   # robust's may be below 0
+            found['val_loss_ratio'] = 1 + (record[name] - lowest)/(abs(lowest) or 1.)
         if name == 'loss' and before[0] > .1 and record[name] < 1e9:
             last = [*before[-4:], record[name]]
             found['loss_ratio'] = sum(last)/len(last)/before[0]

@@ -263,6 +263,15 @@ def test_each_sign_of_trouble_is_told_once_and_only_then(later, warning, capsys)
     assert figures <= {*WELL}
 
 
+def test_a_held_out_loss_may_be_0_or_below():
+    "As the hinge's where all pairs are in order, and robust's."
+    health = Health()
+    for loss in (.69, 0., 0., -.5, -.6, -.58): health(dict(val_loss=loss))
+    assert not health.warnings
+    health(dict(val_loss=-.5))
+    assert health.warnings
+
+
 def test_weights_in_16_bits_that_cannot_move_are_told(base, tmp_path):
     run = tiny.run('sft', base, tmp_path/'sft', dtype='bfloat16', eval_split='',
                    master_weights=False, learning_rate=1e-6)
