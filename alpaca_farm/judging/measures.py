@@ -390,6 +390,8 @@ def bootstrap_measures(
         low, high = np.quantile(known, [.025, .975]).tolist()
         alike = low == high   # no draw differs
         if alike and name in _NO_SHARES: continue
-        if alike and value in (0, 1): _, low, high = wilson(value*count, count)
+        if alike and value in (0, 1):
+            there = sum(not math.isnan(measure(own)[name]) for own in groups)
+            _, low, high = wilson(value*there, there)
         intervals[name] = Interval(value, low, high)
     return intervals

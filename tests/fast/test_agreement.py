@@ -14,6 +14,7 @@ from alpaca_farm.judging.judges import read_recorded
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.judging.measures import cast_votes, judge_measures, pair_traits, people_votes
 from alpaca_farm.judging.pools import annotator_preferences
+from alpaca_farm.judging.stats import wilson
 from alpaca_farm.run.files import read_json
 from alpaca_farm.world import embedded_pairs
 from asking import key
@@ -453,3 +454,12 @@ def test_nobody_is_paid_to_compare_equal_answers():
     found = A.ask_judge(first, pairs)
     assert found.preferences[0].T.tolist() == [[1.5, 1.5], [1., 2.]]
     assert [p['output_1'] for p in asked] == ['a', 'b']
+
+
+def test_a_share_of_few_pairs_has_the_interval_of_few():
+    "In three of 200 pairs a single answer has a list, and it always wins."
+    pairs = [dict(instruction=f'Say {i}.', input='', output_1='No.', output_2='Yes.',
+                  votes=dict(Ann=1. + i % 2)) for i in range(200)]
+    for pair in pairs[:3]: pair.update(output_2='1. a\n2. b', votes=dict(Ann=2.))
+    board = A.agreement_board(dict(toy=pairs), {}, draws=20)
+    assert [*board[['list', 'list_low', 'list_high']].iloc[0]] == pytest.approx([*wilson(3, 3)])
