@@ -96,7 +96,9 @@ def _topics() -> list[str]:
 @lru_cache(maxsize=1)
 def _topics_with() -> Counter:
     "In how many topics each long word occurs."
-    return Counter(word for topic in _topics() for word in _long_words(topic))
+    words = Counter()
+    for topic in _topics(): words.update(_long_words(topic))
+    return words
 
 # %% ../nbs/real.ipynb #603981e8
 def is_about(record: dict) -> bool:

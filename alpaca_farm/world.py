@@ -346,7 +346,8 @@ def _rules(
     verdict = 9.*approved.reshape(-1, n)   # before everything else
     sense = _standardised(np.reshape(sense, (-1, n)))
     rules += [verdict, verdict + likely + typical, sense, verdict + sense]
-    flatters = [any(phrase in text for phrase in PHRASES['flattery']) for text in texts]
+    flatters = []
+    for text in texts: flatters.append(any(phrase in text for phrase in PHRASES['flattery']))
     plain = -9.*np.reshape(flatters, (-1, n))
     rules.append(plain + likely + typical)
     for marks in _by_frequency(records, truth):
